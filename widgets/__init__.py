@@ -43,7 +43,7 @@ _made: WeakKeyDictionary[Any, tuple[Driver, dict[tuple[str, ...], Panel]]] = Wea
 
 
 def panel(lab: Any, names: Sequence[str] = (), algorithm: Any = None) -> Panel:
-    """The panel of a workbench with the views named, or all; see `Workbench.panel`."""
+    """The panel of a workbench with the named views, or all views; see `Workbench.panel`."""
     unknown = [name for name in names if name not in VIEWS | OTHERS]
     if unknown:
         raise BadInput(f"view {unknown[0]!r}", f"a panel has {', '.join(VIEWS)}", 'lab.panel("timeline")')
@@ -65,7 +65,7 @@ def panel(lab: Any, names: Sequence[str] = (), algorithm: Any = None) -> Panel:
 
 
 def _forget(lab: Any) -> None:
-    """End the panels of a workbench that closes."""
+    """Close the panels of a workbench that closes."""
     _, panels = _made.pop(lab)  # what is in here holds the workbench
     for panel in panels.values():
         panel.close()

@@ -1,4 +1,4 @@
-"""What views of charts share: one figure of plotly's, live in the page and kept in the notebook."""
+"""Base class of chart views: one plotly figure, live in the page and stored in the notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench_widgets.view import View
 
 @cache
 def plotly_js() -> bytes:
-    """plotly.js as the installed package has it, zipped: it goes to a page once, and no network is asked for it."""
+    """plotly.js from the installed package, compressed. A page gets it once, without any network access."""
     import plotly.offline
 
     source: str = plotly.offline.get_plotlyjs()
@@ -21,12 +21,12 @@ def plotly_js() -> bytes:
 
 
 class Charts(View):
-    """A view that is a sheet of charts. Subclasses say which charts; the script is `static/chart.js`.
+    """A view that shows a sheet of charts. Subclasses define the charts; the script is `static/chart.js`.
 
-    The page asks for plotly (`library`) when it first shows charts and has none. Where loading fails it says so, and
-    the tables stay.
+    The page asks for plotly (`library`) when it first shows charts and has not loaded it. If loading fails, the page
+    says so and shows the tables.
 
-    looks_at: the action of a point that is chosen, with its x and the source of its curve; "" for none.
+    looks_at: the action when a point is selected, with its x and its curve's source; "" for none.
     """
 
     script, has_figure = True, True
@@ -38,22 +38,22 @@ class Charts(View):
 
     @abstractmethod
     def charts(self) -> list[Chart]:
-        """What to draw now."""
+        """The charts to draw now."""
 
     def empty(self) -> str:
-        """Html for when there is nothing to draw."""
+        """Html to show if there is nothing to draw."""
         return "<p>Nothing has been recorded yet.</p>"
 
     def notes(self) -> str:
-        """Html over the charts."""
+        """Html above the charts."""
         return ""
 
     def below(self) -> str:
-        """Html under the charts."""
+        """Html below the charts."""
         return ""
 
     def picture(self) -> str:
-        """The words and tables; the charts are a `figure`."""
+        """The texts and tables; the charts are in `figure`."""
         charts = self.charts()
         return f"<div>{self.notes()}{tables(charts) if charts else self.empty()}{self.below()}</div>"
 

@@ -1,4 +1,4 @@
-"""Checks of the live system, run at the press of a button."""
+"""Run checks of the live system by a button."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations by hand as a tree: turns to go to, to step on from, to edit and to fork."""
+"""A conversation by hand as a tree whose turns can be selected, continued, edited and forked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = "arrows go from turn to turn and fold answers, Enter goes to a turn"
 
 
 class ConversationView(View):
-    """The tree of one conversation that was begun by `lab.conversation`: the newest, or one that is chosen."""
+    """The tree of one conversation of `lab.conversation`: the newest, or a selected one."""
 
     name, title, script = "conversation", "Conversation", True
     fields = ("chosen", "search")
@@ -28,7 +28,7 @@ class ConversationView(View):
 
     @property
     def chat(self) -> Any:
-        """The conversation that is shown; None where there is none."""
+        """The shown conversation; None if there is none."""
         chats = self.lab.conversation.chats
         if not chats:
             return None
@@ -123,7 +123,7 @@ class ConversationView(View):
 
 
 def _field(label: str, press: str, act: str, value: str) -> str:
-    """A field with a button that takes its text."""
+    """A text field with a button that submits it."""
     field = f'<input type="text" value="{escape(value)}" style="width:16em" data-key="{act}-text">'
     press = button(press, act, drives=True, takes=True)
     return f'<span data-row style="white-space:nowrap"><label>{escape(label)} {field}</label> {press}</span>'

@@ -1,4 +1,4 @@
-"""When panels work: what their buttons start, in a thread of its own; when they draw; whether the kernel can react."""
+"""Threads of panels: run what buttons start, decide when panels draw, and test whether the kernel can react."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILIN
 
 @cache
 def module(name: str) -> str:
-    """A file of `static/`, with the files that it imports put before it: Jupyter takes a widget's module alone.
+    """A file of `static/`, preceded by the files that it imports, because Jupyter loads a widget's script as one
+    module.
 
-    Each file is an ES module of its own, which a browser, or a checker, takes as it is. Put together they share one
-    scope: a name at the top of a file is used in no other (a test looks).
+    Each file is an ES module that a browser or a linter can read. Concatenated, they share one scope: no two files
+    define the same top-level name (a test checks this).
     """
     texts: dict[str, str] = {}
 
@@ -55,11 +56,11 @@ SLOW_S = 0.35  # without an answer of its event loop the kernel counts as blocke
 
 
 class Driver:
-    """One thing at a time, in a thread: `driver.start("an iteration of PPO", algorithm.iterate)`.
+    """Runs one piece of work at a time, in a thread: `driver.start("an iteration of PPO", algorithm.iterate)`.
 
-    busy: what is under way; "" for nothing. error: how the last one failed. outcome: how it ended, in a line. pace:
-    when the panels of this workbench draw.
-    While it is busy, cells that call stages are refused (`lab.driving`), and cells that look are not.
+    busy: the work under way; "" for none. error: of the last work that failed. outcome: its result, in a line. pace:
+    when the panels of this workbench draw. While it is busy, cells that call stages are refused (`lab.driving`); cells
+    that only display are not.
     """
 
     def __init__(self, lab: Any) -> None:
@@ -72,11 +73,12 @@ class Driver:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called; loops end between two steps."""
+        """Whether `stop` was called; loops check it between two steps."""
         return self._stopping.is_set()
 
     def start(self, what: str, work: Callable[[], object]) -> None:
-        """Begin; `BadInput` while something else is running. work: its result is shown if it is text, else dropped."""
+        """Start work; raises `BadInput` while other work runs. The result of `work` is shown if it is text, else
+        dropped."""
         if self.busy:
             raise BadInput(f"{what} now", f"{self.busy} is under way", "wait, or press Stop")
         self._lab.check_driver()
@@ -99,8 +101,8 @@ class Driver:
             self.busy = ""
 
     def stop(self) -> None:
-        """Stop: stages that are under way are left where nothing is half done, as an interrupt of a cell leaves them;
-        what has not begun is not begun, and no more is called."""
+        """Stop: running stages are left at a consistent point, as after an interrupt of a cell; waiting stages are
+        cancelled, and no further stage is called."""
         if not self.busy:
             return
         self._stopping.set()
@@ -109,7 +111,7 @@ class Driver:
                 run.cancel()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is under way; whether that came within the time."""
+        """Wait until no work is under way; returns whether that happened within the time."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -117,10 +119,10 @@ class Driver:
 
 
 class Pace:
-    """Rounds in which the panels of a workbench draw what has changed, each once, so that none is long ahead of others.
+    """Draws the panels of a workbench in rounds, each panel once a round, so that none gets far ahead of the others.
 
-    A panel that sees a change begins a round; then all rest. What an action of the page asks for is drawn at once, in
-    no round.
+    A panel that notices a change begins a round; after the round all panels pause. Actions of the page are drawn at
+    once, outside any round.
     """
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ class Pace:
         self._rest_until_s = self._began_s = 0.0  # monotonic
 
     def round(self) -> int:
-        """The number of the round of now: another one begins where the last has rested."""
+        """The number of the current round. A new round begins once the pause after the previous one is over."""
         with self._lock:
             now_s = time.monotonic()
             if now_s >= self._rest_until_s:
@@ -138,7 +140,7 @@ class Pace:
             return self._round
 
     def took(self, processor_s: float) -> None:
-        """A drawing of this round took so long."""
+        """Record the processor time of a drawing in this round."""
         with self._lock:
             self._spent_s += processor_s
             rest_s = min(max(REST * self._spent_s, LEAST_REST_S), MOST_REST_S)
@@ -157,7 +159,7 @@ class Pulse:
         self._asked_s = 0.0
 
     def blocked(self, slow_s: float = SLOW_S) -> bool:
-        """Whether the loop has not answered for `slow_s` seconds. Called again and again, from another thread."""
+        """Whether the loop has not answered for `slow_s` seconds. Called repeatedly, from another thread."""
         if self._loop is None or self._loop.is_closed():
             return False
         if self._asked_s == 0.0:

@@ -1,4 +1,4 @@
-"""Memory of each device over time by owner, against what the device has; and what is where now."""
+"""Memory of each device over time by owner, against its capacity; and its current content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Peak = tuple[float, int, str]  # unix time, bytes, the stage
 
 
 class Thinned:
-    """A record of many rows in at most `MOST_POINTS`: the highest of each `each` rows, and the last one."""
+    """A long record in at most `MOST_POINTS`: the highest row of each `each` rows, and the last row."""
 
     def __init__(self) -> None:
         self.each, self._count = 1, 0
@@ -47,8 +47,8 @@ class Thinned:
 
 @dataclass
 class MemoryHistory:
-    """Of one device. readings: seconds, iteration, and bytes by role and use; last: the last one, whole. peaks: the
-    highest use within each stage, see `Peak`."""
+    """The history of one device. readings: seconds, iteration, and bytes by role and use; last: the last reading in
+    full. peaks: the highest use within each stage, see `Peak`."""
 
     readings: Thinned = field(default_factory=Thinned)
     peaks: Thinned = field(default_factory=Thinned)
@@ -70,13 +70,13 @@ PEAK = Stroke("#222222", marker="diamond")
 
 
 class Memory(Charts):
-    """A chart a device: areas are what hosts said that they hold, marks the highest use within a stage.
+    """One chart a device: areas show what hosts reported to hold, marks the highest use within a stage.
 
     Marks come from the spans that every stage records. Areas come from readings: while this view is shown, hosts are
-    asked after something has happened, at most every two seconds, and their answers are kept with the telemetry. A
-    reading does not slow down a stage. Of a long record the highest of several readings, or stages, is drawn.
+    asked after activity, at most every two seconds, and their answers are stored with the telemetry. A reading does not
+    slow down a stage. A long record is drawn by the highest of several readings, or stages.
 
-    capacity: whether charts go up to all that the device has, as they do at first on GPUs, or only to what was used.
+    capacity: whether charts extend to the device's capacity (the default on GPUs), or only to the memory in use.
     """
 
     name, title = "memory", "Memory"
@@ -104,7 +104,7 @@ class Memory(Charts):
         return self._rows, self.error
 
     def _activity(self) -> tuple[Hashable, ...]:
-        """Changes when memory may have."""
+        """A value that changes when memory use may have changed."""
         runs = tuple((record.run, record.state) for record in self.lab.run_log.records(self.lab.iteration))
         return self.lab.iteration, runs, str(self.lab.placement), tuple(self.lab.groups)
 

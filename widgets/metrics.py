@@ -1,4 +1,4 @@
-"""Metrics as curves over iterations, smoothed, beside those of other runs; a point leads to its iteration's samples."""
+"""Metrics as curves over iterations, smoothed, beside other runs' curves; a point links to its iteration's samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.telemetry.store import TelemetryStore
 from workbench_widgets.charts import Charts
 from workbench_widgets.view import button, choice, entry
 
-# Shown at first, where there are such: a metric's name, and the stages whose metric it may be, the best first.
+# Shown by default if present: a metric's name, and the stages that may report it, the best first.
 FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
     "rewards/mean": ("compute_reward", "compute_advantages"),
     "reference_kl": (),
@@ -32,7 +32,7 @@ LINEAR, LOG = "linear", "log"
 
 @dataclass
 class Points:
-    """What one metric was. aside: in comparisons and checks, after which all is as before: no part of the curve."""
+    """The values of one metric. aside: those of comparisons and checks, which are not part of the curve."""
 
     iterations: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Points:
 
 
 class MetricCurves:
-    """The metrics of one run folder as they grow, by "stage/metric"."""
+    """The growing metrics of one run folder, by "stage/metric"."""
 
     def __init__(self, store: TelemetryStore) -> None:
         self._follower = store.follow("metrics")
@@ -58,10 +58,10 @@ class MetricCurves:
 
 
 class Metrics(Charts):
-    """A chart a metric: this run's curve, smoothed over its raw one, and those of other runs beside it.
+    """One chart a metric: this run's curve, smoothed and raw, and those of other runs.
 
-    shown: which, as (stage, metric); None: `FIRST_SHOWN`. others: names of other runs. smoothing: see `smoothed`; 0 for
-    the raw curves alone. iteration: which one is marked, and looked at.
+    shown: as (stage, metric); None: `FIRST_SHOWN`. others: names of other runs. smoothing: see `smoothed`; 0 shows raw
+    curves only. iteration: the marked one.
     """
 
     name, title = "metrics", "Metrics"
@@ -88,7 +88,7 @@ class Metrics(Charts):
             run.read()
 
     def runs(self) -> dict[str, Path]:
-        """Other run folders with metrics beside this workbench's, by "name/time", the newest first."""
+        """Folders of other runs with metrics, by "name/time", the newest first."""
         if time.monotonic() - self._listed[0] > LISTED_FOR_S:
             own = Path(self.lab.run_folder)
             found = (path.parent for path in own.parent.parent.glob("*/*/metrics.jsonl"))
@@ -98,7 +98,7 @@ class Metrics(Charts):
         return self._listed[1]
 
     def names(self) -> list[tuple[str, str]]:
-        """All metrics of this run, and of those beside it, in the order in which they came."""
+        """All metrics of this run and of the runs beside it, in order of appearance."""
         read = (self._own, *(self._runs[name] for name in self.others))
         return list(dict.fromkeys(name for run in read for name in run.by_name))
 
@@ -229,7 +229,7 @@ class Metrics(Charts):
         self.shown = [*kept, *changed] if value else kept
 
     def on_beside(self, run: str, value: bool) -> None:
-        """Put another run's curves beside these, or take them away."""
+        """Show or hide another run's curves."""
         self.others = [name for name in self.others if name != run]
         if not value:
             return
@@ -248,11 +248,11 @@ class Metrics(Charts):
         self.iteration = number
 
     def on_samples(self) -> None:
-        """Turn to the samples of the iteration that is marked, or of the last."""
+        """Show the samples of the marked iteration, or of the last one."""
         self.turn("samples", iteration=self._last() if self.iteration is None else self.iteration)
 
     def on_look(self, x: float, source: str = "") -> None:
-        """Turn to the samples of a point's iteration."""
+        """Show the samples of a point's iteration."""
         if source:
             raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
         self.on_iteration(int(x))
@@ -260,7 +260,7 @@ class Metrics(Charts):
 
 
 def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of (stage, metric) those that say most of how training goes; the first few where there are none such."""
+    """The (stage, metric) pairs that tell most about training; if there are none, the first few."""
     there, found = list(names), list[tuple[str, str]]()
     for metric, stages in FIRST_SHOWN.items():
         having = [stage for stage, name in there if name == metric]

@@ -1,4 +1,4 @@
-"""The panel: views of one workbench as tabs of one widget, live while there is a kernel, and a picture without."""
+"""The panel: views of one workbench as tabs of one widget; live while its kernel lives, a picture without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class Front(anywidget.AnyWidget):
-    """What the page has of a panel: its script and style, which views there are, and which one is shown."""
+    """The front end of a panel: script, style, the names of its views, and the selected view."""
 
     _esm = traitlets.Unicode(module("panel.js")).tag(sync=True)
     _css = traitlets.Unicode(style()).tag(sync=True)
@@ -50,13 +50,13 @@ class Front(anywidget.AnyWidget):
 class Panel:
     """Views of one workbench, as tabs. Made by `lab.panel(...)`.
 
-    Shown in a cell it is live: what happens in cells shows in it, and its buttons act on the workbench. Shown twice, or
-    after the page was closed and opened again, it is the same panel in the same state. When the workbench closes, the
-    last picture of every view takes its place. While it is live, the cell keeps a picture of every view, which the page
-    hides: a notebook that is saved at any time shows it when it is opened without its kernel; see `SavedPicture`.
+    Shown in a cell it is live: it follows what cells do, and its buttons act on the workbench. Shown twice, or after
+    the page was reloaded, it is the same panel in the same state. When the workbench closes, the last picture of every
+    view replaces it. While it is live, the cell also stores a picture of every view, hidden by the page: a notebook
+    that is saved at any time shows it when it is opened without its kernel; see `SavedPicture`.
 
-    Once it is live, its views are looked at, drawn and acted on by one thread alone: a host that is slow to answer
-    keeps neither cells nor other widgets of the notebook waiting.
+    Once it is live, a single thread reads, draws and acts on its views: a host that answers slowly blocks neither cells
+    nor other widgets of the notebook.
     """
 
     answer_s = 8.0  # how long a cell waits for a picture that hosts are asked for
@@ -91,7 +91,7 @@ class Panel:
     # --- what it shows ------------------------------------------------------------------------------------------------
 
     def show(self, name: str, **given: Any) -> Panel:
-        """Turn to a view, and hand it what it is to look at: `panel.show("samples", iteration=3)`. Returns itself."""
+        """Select a view, and pass it what to show: `panel.show("samples", iteration=3)`. Returns the panel."""
         if name not in self.views:
             raise BadInput(f"view {name!r}", f"this panel has {', '.join(self.views)}", "lab.panel() has all")
 
@@ -107,7 +107,7 @@ class Panel:
         return self
 
     def still(self) -> Still:
-        """The view that is shown, as it is now, as a picture that needs no kernel."""
+        """The selected view in its present state, as a picture that needs no kernel."""
         made: list[Still] = []
         self._in_turn(lambda: made.append(Still(self.views[self.shown])))
         return made[0] if made else Still(None)
@@ -127,7 +127,7 @@ class Panel:
         return f"<Panel of {self.lab.name[:40]}: {len(self.views)} views>"
 
     def close(self) -> None:
-        """End its updates. Where this page showed it, its last picture takes its place; elsewhere it stays as it is."""
+        """Stop updating. On this page its last picture replaces it; elsewhere it stays unchanged."""
         if self._ended.is_set():
             return
         self._save()
@@ -143,7 +143,7 @@ class Panel:
     # --- its thread ---------------------------------------------------------------------------------------------------
 
     def _live(self) -> Front:
-        """The front end, made when it is first shown."""
+        """The front end, created when the panel is first shown."""
         if self._front is None:
             titles = [[view.name, view.title, view.script] for view in self.views.values()]
             alone = len(self.views) == 1 and self.views[self.shown].sticks
@@ -153,8 +153,8 @@ class Panel:
                 titles=titles, shown=self.shown, hides=hides, again=again(self.lab), sticks=alone, own=own, model_id=own
             )
             if in_notebook():
-                # exit handlers run last registered first: that of pyzmq, after which no message of 64 kB or more can be
-                # sent, must come after ours, and it is registered with this import
+                # exit handlers run in reverse order. pyzmq's, after which no message of 64 kB or more can be sent, must
+                # run after ours, so it is registered first: by this import
                 importlib.import_module("zmq.utils.garbage")
             atexit.register(self._leave)
             self._front.on_msg(lambda _, message, buffers: self._jobs.put(lambda: self._receive(message)))
@@ -164,8 +164,8 @@ class Panel:
         return self._front
 
     def _in_turn(self, job: Callable[[], None]) -> None:
-        """Run a job in the thread of the views, if there is one, and wait at most `answer_s` for it. Its error is
-        raised here."""
+        """Run a job in the thread of the views, if there is one, and wait at most `answer_s` for it. Raises the job's
+        error."""
         if self._thread is None or threading.current_thread() is self._thread or self._ended.is_set():
             job()
             return
@@ -199,8 +199,8 @@ class Panel:
         self._in_turn(lambda: self._saved.save(self._by_shown(), self.lab))
 
     def _leave(self) -> None:
-        """What a kernel does last which ends by itself: no thread of ours writes to its sockets while it closes them,
-        and all that was written is handed over, which ipykernel drops otherwise."""
+        """Called last when a kernel shuts down: stop the threads before the sockets close, and flush pending messages,
+        which ipykernel would drop."""
         if self._thread is None or not self._thread.is_alive():  # in a process that was forked from the kernel
             return
         self._save()
@@ -209,8 +209,8 @@ class Panel:
         sys.stdout.flush()  # of ipykernel: it waits for all that was sent before
 
     def _look(self) -> None:
-        """Draw the view that is shown if there is something new in it; send why buttons do not work now."""
-        # work that a button started may run in this process, and slow down the event loop without blocking it
+        """Draw the selected view if it has changed; send the reason why buttons are disabled."""
+        # a button's work may run in this process and slow down the event loop without blocking it
         blocked = self._pulse.blocked(BUSY_SLOW_S) if self.driver.busy else self._pulse.blocked()
         if self._unanswered > REST_AFTER and not blocked:
             self._page_is_there = False  # the page is gone
@@ -225,7 +225,7 @@ class Panel:
             self._ask({"kind": "alive", "view": self.shown, "number": self._numbers[self.shown]})
 
     def _due(self) -> bool:
-        """Whether there is something new in the view that is shown, or what failed is to be tried again."""
+        """Whether the selected view has changed, or a failed drawing is due again."""
         view = self.views[self.shown]
         try:
             due = self._seen.get(view.name) != view.depends_on()
@@ -234,7 +234,7 @@ class Panel:
         return time.monotonic() > self._again_s if view.name in self._faults else due
 
     def _draw(self) -> None:
-        """Send the view that is shown; where that fails, the reason is shown, and it is tried again."""
+        """Send the selected view; if that fails, show the reason and try again later."""
         view = self.views[self.shown]
         if self._front is None:
             return
@@ -260,12 +260,12 @@ class Panel:
     # --- between kernel and page --------------------------------------------------------------------------------------
 
     def send(self, message: dict[str, Any], buffers: Sequence[bytes] = ()) -> None:
-        """Send to the page, where there is one."""
+        """Send a message to the page, if there is one."""
         if self._front is not None:
             self._front.send(message, list(buffers))
 
     def _ask(self, message: dict[str, Any], buffers: Sequence[bytes] = ()) -> None:
-        """Send a message of which every `ASK_EVERY`th is answered by a page that is there."""
+        """Send a message; the page, if there is one, answers every `ASK_EVERY`th."""
         self._unanswered += 1
         self._heard_s = time.monotonic()
         self.send(message | {"answer": self._unanswered % ASK_EVERY == 0}, buffers)
@@ -295,13 +295,13 @@ class Panel:
             self._action_error = f"{type(error).__name__}: {said(error)}"
 
     def _turned(self, name: str) -> None:
-        """The page shows another view."""
+        """Handle that the page selected another view."""
         if name != self.shown:
             self.shown, self._action_error, self.driver.outcome = name, "", ""
             self._draw()
 
     def _send_status(self, blocked: bool) -> None:
-        """Send why buttons do not work now, and the result of the last one, where that has changed."""
+        """Send why buttons are disabled, and the last button's result, if these have changed."""
         reason = ""
         if blocked:
             running = next((run for run in self.lab.open_runs() if run.state == "running"), None)
@@ -325,7 +325,7 @@ class Panel:
 
 
 def again(lab: Any) -> str:
-    """How to see a panel again whose kernel has ended."""
+    """How to get a panel back after its kernel has ended."""
     if lab.description.backend == "inline":
         return "This workbench was in the kernel itself. To have it again, run the notebook's cells again."
     return f"To go on, run in a cell:\n\nimport workbench as wb\nlab = wb.attach({lab.name!r})\nlab.panel()"

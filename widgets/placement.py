@@ -1,4 +1,4 @@
-"""The placement editor: roles as cards in pools, a draft of another placement, what it would cost, and the move."""
+"""The placement editor: roles as cards in pools, a draft of another placement, its cost, and the move."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from workbench.placement.change import SIGNS, PlacementChange
 from workbench.placement.placement import named_placements
 from workbench_widgets.view import View, button, entry, whole_number
 
-# by iterations that generation runs ahead, the names of the quickest placements
+# Iterations that generation runs ahead -> the name of the fastest placement
 SUGGESTED = {0: ("quickest", "second", "third"), 1: ("one ahead",)}
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A placement on offer and what it would change. placement, change: None where it cannot be; why: the reason then.
-    predicted_s: of an iteration; None where it is not predicted, and unpredicted says why."""
+    """An offered placement and its changes. placement, change: None if it is impossible; why: the reason. predicted_s:
+    seconds of an iteration; None if it is not predicted; unpredicted: the reason."""
 
     name: str
     placement: Placement | None
@@ -37,8 +37,8 @@ class Offer:
 
 
 def offers(lab: Any) -> list[Offer]:
-    """The placements with a name, then the quickest by the cost model that is fitted to this workbench, of which there
-    are none before `lab.calibrate()`; last the quickest one for `run(n, staleness=1)`. Not priced yet."""
+    """The named placements; then the fastest ones by the cost model fitted to this workbench (none before
+    `lab.calibrate()`); last the fastest one for `run(n, staleness=1)`. Their costs are not computed yet."""
     description = lab.description
     roles = [description.lead, *(role for role in lab.placement.roles if role != description.lead)]
     devices = 1 if description.backend == "inline" else description.devices or lab.placement.devices
@@ -53,7 +53,7 @@ def offers(lab: Any) -> list[Offer]:
             quickest = lab.suggest(devices=devices, top=len(names), staleness=staleness)
         except WorkbenchError:
             continue
-        # by the same simulation as the others: calls of different pools overlap, which the search does not count on
+        # by the same simulation as the others: calls of different pools overlap, which the search ignores
         suggested = [_predicted(lab, Offer("", plan.placement), staleness) for plan in quickest]
         suggested.sort(key=lambda offer: offer.predicted_s or 0.0)
         found += [replace(offer, name=name) for name, offer in zip(names, suggested, strict=False)]
@@ -68,14 +68,14 @@ def _predicted(lab: Any, offer: Offer, staleness: int = 0) -> Offer:
 
 
 def same(one: Placement, other: Placement) -> bool:
-    """Whether two placements differ in nothing but the order of what they name."""
+    """Whether two placements differ only in the order of their pools and roles."""
     pools = [{pool.name: (pool.devices, frozenset(pool.roles)) for pool in each.pools} for each in (one, other)]
     return pools[0] == pools[1] and (one.layouts, one.environments) == (other.layouts, other.environments)
 
 
 class Question(NamedTuple):
-    """placement: which one; live: the one from which it would be made. state: what else changes the answer; offers:
-    what else changes the prices of the offers."""
+    """placement: the one asked about; live: the one to move from. state: other inputs of the answer; offers: other
+    inputs of the offers' costs."""
 
     placement: Placement
     live: Placement
@@ -84,7 +84,8 @@ class Question(NamedTuple):
 
 
 class Costs:
-    """In a thread, as hosts may be slow: answers the newest question, then prices the offers. count: of answers."""
+    """Answers the newest question, then computes the costs of the offers, in a thread because hosts may be slow. count:
+    of answers so far."""
 
     def __init__(self, lab: Any) -> None:
         self._lab = lab
@@ -97,23 +98,23 @@ class Costs:
         self._lock = threading.Lock()
 
     def want(self, question: Question) -> None:
-        """Begin to find out, and return at once."""
+        """Start to answer a question; returns at once."""
         if question != self._wanted:
             self._wanted = question
             self._thread = threading.Thread(target=self._find, args=(question,), name="workbench-costs", daemon=True)
             self._thread.start()
 
     def answer(self, question: Question) -> PlacementChange | str | None:
-        """What the placement would change, or why it cannot be; None: not known yet."""
+        """What the placement would change, or why it is impossible; None if not known yet."""
         answered = self._answer
         return answered[1] if answered is not None and answered[0] == question else None
 
     def offers_are_of(self, question: Question) -> bool:
-        """Whether the offers are priced from the placement that the question calls live."""
+        """Whether the offers' costs were computed from the question's live placement."""
         return self._offered == (question.live, question.offers)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all is answered within the time."""
+        """Wait until everything is answered; returns whether that happened within the time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -152,7 +153,7 @@ _NEW_POOL = (
 class PlacementEditor(View):
     """Where roles run, and a draft of another placement: its costs by `lab.diff`, and the move by `lab.move`.
 
-    draft: the placement that is edited; None: the live one. Costs of a draft are always from the live placement.
+    draft: the edited placement; None: the live one. Costs of a draft are always relative to the live placement.
     """
 
     name, title, script = "placement", "Placement", True
@@ -167,7 +168,7 @@ class PlacementEditor(View):
 
     @property
     def draft(self) -> Placement | None:
-        """What is edited; None where that is the live placement."""
+        """The edited placement; None if it equals the live one."""
         if self._draft is not None and same(self._draft, self.lab.placement):
             self._draft = None
         return self._draft
@@ -253,7 +254,7 @@ class PlacementEditor(View):
         return "".join(f"<div>{line}</div>" for line in lines)
 
     def _devices(self, pool: str) -> list[str]:
-        """Of a pool that lives, with their machines where there are several."""
+        """The devices of a live pool, with their machines if there are several."""
         hosts = self.lab.hosts
         machines = hosts.backend.machines_now()
         several = len(set(machines.values())) > 1
@@ -304,11 +305,11 @@ class PlacementEditor(View):
     # --- editing the draft --------------------------------------------------------------------------------------------
 
     def on_put(self, role: str, value: str) -> None:
-        """A role into a pool, or `NEW_POOL`."""
+        """Put a role into a pool, or into `NEW_POOL`."""
         self._edit(lambda placement: put(placement, role, value, self.lab.placement))
 
     def on_step(self, role: str, by: int) -> None:
-        """A role into the pool before its own or after it; behind the last one is a new pool."""
+        """Move a role to the previous or the next pool; after the last pool comes a new one."""
 
         def step(placement: Placement) -> Placement:
             names = [*(pool.name for pool in placement.pools), NEW_POOL]
@@ -323,7 +324,7 @@ class PlacementEditor(View):
         self._edit(lambda placement: placement.with_devices(pool, whole_number("devices", value)))
 
     def on_take(self, name: str) -> None:
-        """A plan that is on offer."""
+        """Take an offered placement as the draft."""
         offer = next((offer for offer in self._costs.offers if offer.name == name), None)
         if offer is None or offer.placement is None:
             raise BadInput(f"plan {name!r}", offer.why if offer else "it is not on offer")
@@ -331,7 +332,7 @@ class PlacementEditor(View):
         self._edit(lambda shown: replace(wanted, environments=shown.environments))
 
     def on_suggest(self) -> None:
-        """Calibrate the workbench by its last iteration, and offer the quickest placements."""
+        """Calibrate the workbench by its last iteration, and offer the fastest placements."""
         self.lab.calibrate()
         self._suggested += 1
 
@@ -339,7 +340,7 @@ class PlacementEditor(View):
         self._draft = None
 
     def _edit(self, change: Callable[[Placement], Placement]) -> None:
-        """Draft another placement; one that this workbench could not be opened with is refused."""
+        """Change the draft; refuses a placement with which this workbench could not be opened."""
         try:
             wanted = change(self.draft or self.lab.placement)
             self.lab.description.placed(wanted)
@@ -386,8 +387,8 @@ class PlacementEditor(View):
 
 
 def put(placement: Placement, role: str, pool: str, live: Placement) -> Placement:
-    """A role in a pool, or in one of its own with one device. In the pool where it is live, it has its live layout, and
-    the pool is made again if the draft has none of that name."""
+    """Put a role into a pool, or into a pool of its own with one device. In the pool where it is live it gets its live
+    layout; that pool is created again if the draft lacks it."""
     home = live.pool_of(role) if role in live.roles else None
     names = [other.name for other in placement.pools]
     if pool == NEW_POOL:
@@ -405,7 +406,7 @@ def put(placement: Placement, role: str, pool: str, live: Placement) -> Placemen
 
 
 def _size(pool: Pool, what: str) -> str:
-    """A field for how many devices a pool has, or processes."""
+    """A field for a pool's number of devices, or processes."""
     return entry(what, "resize", pool.devices, kind="number", size=3, pool=pool.name)
 
 
@@ -413,7 +414,7 @@ def _size(pool: Pool, what: str) -> str:
 
 
 def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> str:
-    """A table of what is on offer. controls: with buttons that take one as the draft."""
+    """A table of the offers. controls: with buttons that take an offer as the draft."""
     rows = []
     for offer in offers:
         change, off, cells = offer.change, offer.why, ["", "", "", "", f"\N{MULTIPLICATION X} {offer.why}"]

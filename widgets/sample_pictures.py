@@ -1,8 +1,8 @@
-"""The pictures of samples, as html: the table of a page, one response token by token, the samples of one prompt.
+"""Pictures of samples, as html: the table of a page, one response token by token, the samples of one prompt.
 
-live: with what a front end acts on; without it they stand for themselves, in a saved notebook. Numbers of tokens are
-colours that light and dark themes, and colour-blind readers, take: each is one of Okabe and Ito's ("Color Universal
-Design", 2008), laid over the page with more or less strength.
+live: with controls for a front end; without them the pictures can stay in a saved notebook. Token numbers become
+colours that work in light and dark themes and for colour-blind readers: each is one of Okabe and Ito's ("Color
+Universal Design", 2008), laid over the page with varying strength.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BEYOND = 0.02  # the share of numbers that a scale may leave outside, so that one of them does not pale all others
 WINDOW = 400  # tokens that are drawn at a time
 SHORT, LONG = 48, 3000  # characters of a text in a cell, and of a prompt above its response
-# of a token that is clipped above, and below; where that is not known, of a ratio outside the range
+# Signs of tokens that are clipped above and below; if clipping is unknown, of ratios outside the range
 SIGNS = {1.0: "▲", -1.0: "▼"}
 HIDDEN = ("finished", "prompt_uid")
 _SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;gap:4px 18px;align-items:flex-start"
@@ -38,7 +38,7 @@ _TOKENS = "white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.75 ui-monospa
 
 
 def page_table(view: Samples, looked: Looked, *, live: bool) -> str:
-    """The rows of a page: text, numbers, and means of numbers by token over what the policy chose."""
+    """The rows of a page: text, numbers, and means of token numbers over the policy's tokens."""
     if not looked.page:
         return "<p>No row is left: widen the filter.</p>"
     names = [str(name) for name in looked.rows.numbers if name not in HIDDEN]
@@ -68,7 +68,8 @@ def page_table(view: Samples, looked: Looked, *, live: bool) -> str:
 
 
 def group(view: Samples, looked: Looked, *, live: bool) -> str:
-    """What makes the advantages of the samples of one prompt, mean and spread of their rewards; "" for one sample."""
+    """The samples of one prompt, with the mean and the spread of their rewards, from which advantages are made; "" for
+    a single sample."""
     assert looked.sample is not None
     numbers = looked.rows.numbers.loc[looked.rows.group(looked.sample.row)]
     if len(numbers) < 2:
@@ -82,7 +83,7 @@ def group(view: Samples, looked: Looked, *, live: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python has it; a truth value as a word."""
+    """A number as a Python number; a boolean as a word."""
     plain = value.item() if hasattr(value, "item") else value
     return ("yes" if plain else "no") if isinstance(plain, bool) else plain
 
@@ -96,7 +97,7 @@ def _short(text: str) -> str:
 
 
 def response(view: Samples, looked: Looked, *, live: bool) -> str:
-    """The chosen row: its prompt, its response coloured by a column, what is beside it, and its numbers."""
+    """The selected row: its prompt, its response coloured by a column, the row beside it, and its numbers."""
     sample, beside, colour = looked.sample, looked.beside, looked.colour
     assert sample is not None
     length, shown = len(sample.token_ids), WINDOW // (2 if beside is not None else 1)
@@ -150,8 +151,8 @@ def tokens(
     view: Samples, sample: Sample, columns: Mapping[str, Tensor], colour: str, scale: Scale, window: range, live: bool,
     *, side: int = 0, same: int = -1,
 ) -> str:  # fmt: skip
-    """The tokens of a window as spans. columns: with "difference" where there is one to tell. side: 1 for the response
-    beside. same: how many tokens both have; -1: there is no other."""
+    """The tokens of a window as spans. columns: with "difference" if there is one to show. side: 1 for the response
+    beside. same: the number of common tokens; -1: there is no other response."""
     ids, window = sample.token_ids, range(window.start, min(window.stop, len(sample.token_ids)))
     if not window:
         return "<i>no tokens here</i>"
@@ -216,7 +217,7 @@ def _facts(sample: Sample, columns: Mapping[str, Tensor], at: int) -> str:
 
 
 def scale_of(name: str, values: Sequence[Tensor]) -> Scale:
-    """The scale of a column, for the numbers that are shown of it: wide enough for all of them but the outermost."""
+    """The colour scale of a column for the shown numbers: wide enough for all of them but outliers."""
     kind: Any = "ratio" if name.endswith("ratio") else "sequential" if name.endswith("log_prob") else "diverging"
     numbers = torch.cat([value.double().flatten() for value in values])
     sizes = (numbers.clamp(min=1e-12).log() if kind == "ratio" else numbers).abs()
@@ -227,5 +228,5 @@ def scale_of(name: str, values: Sequence[Tensor]) -> Scale:
 
 
 def number(value: float) -> str:
-    """Six digits, with a sign that is as wide as a plus."""
+    """Six digits, with a minus sign as wide as a plus."""
     return "none" if math.isnan(value) else f"{value:.6g}".replace("-", "\N{MINUS SIGN}")

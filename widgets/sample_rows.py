@@ -1,4 +1,4 @@
-"""The rows of one batch as they are looked through: one number a row for all of them, tokens only for those shown."""
+"""The rows of one batch for browsing: one number a row for all rows, tokens only for the shown ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.objectives.kl import kl_estimate, ratio_of
 
 SEARCHED_ROWS = 64  # whose tokens are here at a time while a text is looked for
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-# What each derived column is made of, and how: shown beside its name.
+# The definition of each derived column, shown beside its name.
 MEANINGS = {
     "kl": "k1: old_log_prob - ref_log_prob, nats",
     "ratio": "exp(old_log_prob - rollout_log_prob)",
@@ -31,8 +31,8 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One row of a batch. token_ids: of the response, T of them. mask: which of them the policy chose, bool [T].
-    columns: numbers by token, [T] each. values: one number by name. texts: the columns of text."""
+    """One row of a batch. token_ids: of the response, T of them. mask: the policy's tokens, bool [T]. columns: numbers
+    by token, [T] each. values: one number by name. texts: the text columns."""
 
     row: int
     prompt: str
@@ -43,16 +43,16 @@ class Sample:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def mean(self, name: str) -> float:
-        """Of a column over the tokens that the policy chose; NaN where there are none."""
+        """The mean of a column over the policy's tokens; NaN if there are none."""
         return float(self.columns[name][self.mask].double().mean())
 
 
 class SampleRows:
-    """What is looked at of one batch, by its name in the store: it keeps no handle, so that the store can release it.
+    """The rows of one batch, by its name in the store. It keeps no handle, so that the store can release the batch.
 
     numbers: a frame of all rows with the columns of one number a row, `response_tokens`, counted on the hosts, and
-    `truncated`. Columns of tokens and text are brought here for the rows asked for; numbers by token are those that
-    are, in every row, as many as the response's tokens.
+    `truncated`. Columns of tokens and text are fetched for the requested rows only; a column has numbers by token if it
+    has as many numbers as response tokens in every row.
     """
 
     def __init__(self, lab: Any, name: str) -> None:
@@ -74,15 +74,15 @@ class SampleRows:
         self._found: tuple[tuple[str, str], list[int]] = (("", ""), list(range(self.rows)))
 
     def _fetch(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Any]:
-        """Columns of some rows; those of tokens and of numbers by token as a tensor a row."""
+        """Columns of some rows; tokens, and numbers by token, as one tensor a row."""
         table = self.lab.batch(self.name).fetch(names, rows)
         return {name: column.rows() if isinstance(column, Ragged) else column for name, column in table.items()}
 
     def find(self, where: str, text: str, sort: str = "", descending: bool = False) -> list[int]:
-        """The rows for which `where` is true and that have `text` in prompt or response, in order of a column.
+        """The rows for which `where` is true and whose prompt or response contains `text`, in order of a column.
 
-        Numbers decide first; then the tokens of the rows that are left are brought here, some at a time, to look for
-        the text, upper or lower case. Raises `BadInput` for an expression that is none.
+        Numbers are filtered first; then the tokens of the remaining rows are fetched in parts to search for the text,
+        ignoring case. Raises `BadInput` for an invalid expression.
         """
         if self._found[0] != (where, text):
             rows = np.flatnonzero(chosen(self.numbers, where)).tolist()
@@ -102,12 +102,12 @@ class SampleRows:
         return found
 
     def group(self, row: int) -> list[int]:
-        """The rows of the same prompt, itself among them."""
+        """The rows of the same prompt, including this one."""
         uids = self.numbers.get("prompt_uid")
         return [row] if uids is None else list(uids.index[uids == uids[row]])
 
     def samples(self, rows: Sequence[int]) -> list[Sample]:
-        """Tokens, text and numbers of some rows; those that are not here yet are brought."""
+        """Tokens, text and numbers of some rows; fetches the missing ones."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._samples]
         if missing:
             table = self._fetch([*self._by_token, *self._tokens, *self._texts], missing)
@@ -132,8 +132,8 @@ class SampleRows:
         )  # fmt: skip
 
     def counterpart(self, sample: Sample, mine: SampleRows) -> Sample | None:
-        """The row here that a sample of another batch is beside: of the same prompt, with the same response where there
-        is one, else the one that is as many-th of its prompt. Without `prompt_uid`: of the same number. None: no row.
+        """The row to show beside a sample of another batch: of the same prompt, with the same response if there is one,
+        else with the same number among the prompt's samples. Without `prompt_uid`: the same row number. None: no row.
         """
         if "prompt_uid" not in self.numbers or "prompt_uid" not in mine.numbers:
             return self.samples([sample.row])[0] if sample.row < self.rows else None
@@ -145,9 +145,9 @@ class SampleRows:
 
 
 def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
-    """For which rows an expression such as `rewards > 0.5 and response_tokens < 100` is true: bool [rows].
+    """The rows for which an expression such as `rewards > 0.5 and response_tokens < 100` is true: bool [rows].
 
-    It compares and reckons with columns of one number a row, as `DataFrame.eval` reads it. Empty: all.
+    It compares and computes columns of one number a row, with the syntax of `DataFrame.eval`. Empty: all.
     """
     where = where.strip()
     if not where:
@@ -167,10 +167,10 @@ def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
 
 
 def beside_columns(sample: Sample, beside: Sample | None, clip_low: float, clip_high: float) -> dict[str, Tensor]:
-    """The columns of a sample with those that need another batch or a clip range; `MEANINGS` has the formulas.
+    """The columns of a sample that need another batch or a clip range; `MEANINGS` has the formulas.
 
-    beside: the same row of another batch. Its numbers count for the tokens up to which both responses are the same, and
-    are NaN behind them: there they are those of another text.
+    beside: the same row of another batch. Its numbers count up to the first token in which the responses differ, and
+    are NaN after it, where the texts are not the same.
     """
     found = dict(sample.columns)
     old, after = found.get("old_log_prob"), None if beside is None else beside.columns.get("old_log_prob")
@@ -186,21 +186,21 @@ def beside_columns(sample: Sample, beside: Sample | None, clip_low: float, clip_
 
 
 def common(one: Sample, other: Sample) -> int:
-    """How many tokens two responses to one prompt have in common, from their start."""
+    """The number of tokens that two responses share from their start."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.token_ids)))
 
 
 def up_to(same: int, values_T: Tensor, length: int) -> Tensor:
-    """The first `same` of the values, and NaN behind them: so many in all."""
+    """The first `same` values, then NaN up to `length`."""
     found = torch.full((length,), float("nan"), dtype=values_T.dtype)
     found[:same] = values_T[:same]
     return found
 
 
 def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """The text of each token, as it reads behind the one before it: some tokenizers drop a space at the start of a
-    text. A token that is a part of a character is its id, in ⟨ ⟩."""
+    """The text of each token as it reads after the previous one, because some tokenizers drop a space at the start of a
+    text. A token that is a part of a character shows its id, in ⟨ ⟩."""
     texts = []
     for n, token in enumerate(token_ids):
         alone = decode([token])

@@ -1,4 +1,4 @@
-"""The samples: rows of the batches that a workbench keeps, and a response's tokens coloured by one of its columns."""
+"""Samples: rows of the batches that a workbench keeps, and the tokens of a response coloured by a column."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from workbench_widgets.view import View, button, choice, entry
 
 PAGE_ROWS = 20
 OFFERED = 40  # batches in a choice
-# what tokens are coloured by until something else is chosen: the first that there is
+# The default column for colouring tokens: the first that the batch has.
 FIRST_COLOURS = ("advantages", "kl", "old_log_prob", "rollout_log_prob", "response_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What is looked at: the rows that were found, those of the page, the one that is chosen, and what is beside it.
+    """What is shown: the rows that were found, those of the page, the selected row, and the row beside it.
 
-    columns, beside_columns: numbers by token of the two. colour: the one of these that tokens are coloured by.
+    columns, beside_columns: numbers by token of the two rows. colour: the column that colours the tokens.
     """
 
     rows: SampleRows
@@ -40,9 +40,9 @@ class Looked:
 
 
 class Samples(View):
-    """The rows of a batch as a table to sort and to filter, and one of them token by token.
+    """The rows of a batch as a table to sort and to filter, and one row token by token.
 
-    batch: which one, by name; "": the newest that is whole. Only tokens of the rows that are shown are brought here.
+    batch: its name; "": the newest complete one. Only tokens of the shown rows are fetched.
     """
 
     name, title, script = "samples", "Samples", True
@@ -63,7 +63,7 @@ class Samples(View):
         return tuple(self.lab.store), len(self.lab.open_runs())
 
     def batches(self) -> dict[str, str]:
-        """Where each batch is that has responses and is whole ("hosts", "file"), by name, newest first."""
+        """Where each complete batch with responses is stored ("hosts", "file"), by name, newest first."""
         store, frame, found = self.lab.store, self.lab.batches(), {}
         for name, where in zip(frame["batch"][::-1], frame["where"][::-1], strict=True) if len(frame) else ():
             whole = where == "file" or store.kept(name) is not None
@@ -72,7 +72,7 @@ class Samples(View):
         return found
 
     def shown_batch(self) -> str:
-        """The name of the batch that is looked at; `NotFound` where there is none such."""
+        """The name of the shown batch; raises `NotFound` if it does not exist."""
         names = self.batches()
         if self.batch:
             if self.batch not in names:
@@ -85,7 +85,7 @@ class Samples(View):
         return next((name for name in names if names[name] == "hosts"), next(iter(names)))
 
     def receive(self, iteration: int | None = None, batch: str = "", **_: Any) -> None:
-        """Look at the newest batch of an iteration, or at one by name. One that is not kept is said to be gone."""
+        """Show the newest batch of an iteration, or a named batch. Says so if the batch is no longer kept."""
         if iteration is not None:
             batch = next((name for name in self.batches() if self.lab.store.iteration(name) == iteration), "")
         self.batch, self._note = batch, ""
@@ -100,13 +100,13 @@ class Samples(View):
     # --- what is looked at --------------------------------------------------------------------------------------------
 
     def open_rows(self, name: str) -> SampleRows:
-        """The rows of a batch, kept for as long as it is among the two that were looked at last."""
+        """The rows of a batch; those of the last two batches shown are cached."""
         if name not in self._opened:
             self._opened = {**dict(list(self._opened.items())[-1:]), name: SampleRows(self.lab, name)}
         return self._opened[name]
 
     def look(self) -> Looked:
-        """What is to be drawn; brings what is missing of it."""
+        """What to draw; fetches the missing parts."""
         rows = self.open_rows(self.shown_batch())
         found = rows.find(self.where, self.search, self.sort, self.descending)
         self.page = min(self.page, max(0, (len(found) - 1) // PAGE_ROWS))
@@ -128,7 +128,7 @@ class Samples(View):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio may be: as the algorithm has it, else PPO's."""
+        """The clip range below and above ratio 1: the algorithm's, else PPO's."""
         algorithm = self.lab.algorithm
         loss, *given = (getattr(algorithm, name, None) for name in ("loss", "clip", "clip_high"))
         return clips(loss if loss in CLIPS else "ppo", *given)

@@ -1,4 +1,4 @@
-"""What a live panel leaves in its cell, so that a notebook that is saved at any time shows it without its kernel."""
+"""The picture that a live panel stores in its cell, so that a saved notebook shows it without its kernel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NOT_DRAWN = "<p>not drawn yet</p>"
 
 
 def _fitting(html: str, view: str, room: int) -> str:
-    """A view's html in at most so many bytes: with its drawings as images, without them, or
-    words that say what is left out."""
+    """A view's html in at most `room` bytes: with drawings as images, else without drawings, else a note on what is
+    missing."""
     whole = as_images(html)
     if len(whole.encode()) <= room:
         return whole
@@ -35,18 +35,18 @@ def _fitting(html: str, view: str, room: int) -> str:
 
 
 class SavedPicture:
-    """An output beside a live panel with a picture of each of its views, drawn again when they have changed.
+    """An output below a live panel with a picture of each of its views, redrawn when they have changed.
 
-    The page hides it where the panel is live (its class is `name`). It follows what happens at once, but rests between
-    two drawings 20 times as long as one took: where iterations are slower than that, it is new after each of them.
-    Where they are faster, it leaves some out, and is new as soon as nothing runs any more. Where all are more than
-    200 kB together, drawings are left out, and their tables stay, from the view that is shown last on. Drawings are
-    images, which viewers show that drop inline svg.
+    The page hides it where the panel is live (its class is `name`). It follows changes at once, but pauses between two
+    drawings for 20 times the duration of one: if iterations are slower than that, it is updated after each of them; if
+    they are faster, it skips some, and is updated once nothing runs any more. If all views together exceed 200 kB,
+    drawings are left out and their tables stay, beginning with the view that is shown last. Drawings are images,
+    because some viewers drop inline svg.
 
-    Charts are outputs of their own below it, as plotly's JSON, which JupyterLab and VS Code draw without a kernel.
+    Charts are separate outputs below it, as plotly's JSON, which JupyterLab and VS Code draw without a kernel.
 
-    keep: sends all of it, by mark, to a page that puts it into the notebook itself; None: there was no such page yet,
-    and Jupyter updates the outputs, which it cannot after the page was reloaded.
+    keep: sends everything, by mark, to a page that writes it into the notebook; None: no such page has connected, and
+    Jupyter updates the outputs, which fails after the page was reloaded.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class SavedPicture:
         self._shown: dict[str, dict[str, Any]] = {}  # by mark
 
     def hides(self, views: Sequence[View]) -> str:
-        """A style that hides the picture of these views, and the outputs of their charts, which follow it."""
+        """A style that hides the picture of these views, and the chart outputs after it."""
         child = ".jp-OutputArea-child"
         charts = [
             f"{child}:has(.{self.name})" + f" + {child}" * n for n in range(1, 1 + sum(v.has_figure for v in views))
@@ -73,11 +73,11 @@ class SavedPicture:
         return f"{', '.join([f'.{self.name}', *charts])} {{ display: none; }}"
 
     def kept_by(self, keep: Callable[[dict[str, dict[str, Any]]], object]) -> None:
-        """From now on give it to this page, which was just opened."""
+        """Send updates to this page, which was just opened, from now on."""
         self.keep, self._stale = keep, True
 
     def show(self, views: Sequence[View], lab: Any) -> None:
-        """Put it into the output of the cell that runs."""
+        """Write it into the output of the running cell."""
         self._note(lab)
         self._draw_all(views)
         for mark, bundle in self._bundles(views, lab).items():
@@ -86,8 +86,8 @@ class SavedPicture:
                 self._places.append((mark, handle))
 
     def refresh(self, views: Sequence[View], lab: Any) -> bool:
-        """Draw one of the views that have changed, so that the page never waits for more than that; after the last of
-        them, update what is shown. Whether there are more to draw now."""
+        """Draw one of the changed views, so that the page never waits longer than that; after the last one, update the
+        output. Returns whether more views are to be drawn now."""
         settled = self._settled(views, lab)
         if not self._places or (time.monotonic() < self._rest_until_s and not settled):
             return False
@@ -106,24 +106,24 @@ class SavedPicture:
         return False
 
     def _settled(self, views: Sequence[View], lab: Any) -> bool:
-        """Whether nothing runs, and nothing has changed since the last look: drawing slows down no work then."""
+        """Whether nothing runs and nothing has changed since the last look, so that drawing slows down no work."""
         before, self._looked_at = self._looked_at, tuple(or_none(view.depends_on) for view in views)
         return before == self._looked_at and not lab.open_runs()
 
     def save(self, views: Sequence[View], lab: Any) -> None:
-        """Draw all that has changed, and update what is shown: it is the last time."""
+        """Draw everything that has changed, and update the output for the last time."""
         if self._places:
             self._note(lab)
             self._draw_all(views)
             self._update(views, lab)
 
     def _note(self, lab: Any) -> None:
-        """Note what is about to be drawn: a picture of an iteration that is under way says so."""
+        """Record the state that is about to be drawn; a picture of an unfinished iteration says so."""
         running = ", ".join(run.name for run in lab.open_runs() if run.state == "running")
         self._of = f"iteration {lab.iteration}{f' while {running} ran' if running else ''}"
 
     def draw_anew(self) -> None:
-        """Have the page draw charts again that it has hidden until now: it does not do so for new numbers."""
+        """Make the page redraw charts that were hidden until now, which it does not do for new numbers."""
         for mark, place in self._places:
             if mark != self.name and self._shown.get(mark):
                 place.update({"text/html": "", "text/plain": ""}, raw=True)
@@ -173,7 +173,7 @@ class SavedPicture:
         return {MIMETYPE: marked, "text/plain": ""}  # the text of all views has its numbers
 
     def _bundle(self, views: Sequence[View], lab: Any) -> dict[str, Any]:
-        """By mimetype. The first view is open, the others are folded."""
+        """The pictures by mimetype. The first view is open, the others are folded."""
         told = f"{lab.name}, {self._of}, {time.strftime('%Y-%m-%d %H:%M:%S')}: a picture, not live"
         parts, room = list[str](), MOST_BYTES - 4_000
         for view in views:
@@ -181,7 +181,7 @@ class SavedPicture:
             room -= len(picture.encode())
             title = escape(view.title)
             parts.append(f"<details{'' if parts else ' open'}><summary>{title}</summary>{picture}</details>")
-        # opened without its kernel, the widget above it is an error. Last, as some readers show a style as text
+        # without a kernel the widget above shows an error. It comes last because some viewers show a style as text
         error = f".jp-OutputArea-child:has(+ * .{self.name}) .jupyter-widgets:not(:has(*))"
         style = f"<style>{error} {{ display: none; }}</style>"
         html = f'<div class="{self.name}"><p>{escape(told)}</p>{"".join(parts)}{style}</div>'

@@ -1,4 +1,4 @@
-"""The arguments of a stage that is to run as a form: value, default, where it comes from, and two ways to change it."""
+"""A form for the arguments of the next stage: value, default, origin, and two ways to change it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CELL = "padding:1px 10px 1px 0;text-align:left;font-weight:normal"
 
 
 def form(algorithm: Any, stage: Any, lab: Any, *, editable: bool, running: bool = False) -> str:
-    """The arguments of a stage, as a table with a field a row; the settings of its role's training, where it updates.
+    """The arguments of a stage as a table with a field a row, and for an update the training settings of its role.
 
-    editable: whether it is to run, so that a change can still hold for it. running: whether it is under way.
+    editable: whether the stage has not run yet, so that a change can affect it. running: whether it is under way.
     """
     rows = [
         _row(stage.name, a.name, a.value, a.default, a.source, ("once", "lasting") if editable else (), a.in_effect)
@@ -99,7 +99,7 @@ def _title(way: str, source: str) -> str:
 
 
 def text_of(value: Any) -> str | None:
-    """A value as it is typed into a field: names without quotes. None for what is no plain data."""
+    """A value as the user would type it: names without quotes. None if it is not plain data."""
     if isinstance(value, str):
         return value if NAME.fullmatch(value) and value not in ("None", "True", "False") else repr(value)
     text = repr(dict(value) if isinstance(value, Mapping) else value)
@@ -111,7 +111,7 @@ def text_of(value: Any) -> str | None:
 
 
 def value_of(text: str, what: str) -> Any:
-    """What was typed: a number, True, False, None, a name, or a list or mapping of such. Nothing is evaluated."""
+    """Parse typed text: a number, True, False, None, a name, or a list or mapping of these. Nothing is evaluated."""
     text = text.strip()
     try:
         return ast.literal_eval(text)
@@ -125,7 +125,7 @@ def value_of(text: str, what: str) -> Any:
 
 
 def change(algorithm: Any, lab: Any, stage: str, argument: str, text: str, *, once: bool) -> str:
-    """Carry out a change, and say in a line what holds now."""
+    """Make a change; returns a line that says what is in effect now."""
     value = value_of(text, f"{argument} of {stage}")
     with changed_by("the panel"):
         if argument.startswith(RATE):
@@ -138,7 +138,7 @@ def change(algorithm: Any, lab: Any, stage: str, argument: str, text: str, *, on
 
 
 def times(record: Any, spans: Any) -> str:
-    """The spans of a stage's call as a table; "" where it left none. spans: a frame, as `lab.spans(run)` gives it."""
+    """The spans of a stage call as a table; "" if there are none. spans: a frame from `lab.spans(run)`."""
     found = spans.to_dict("records")
     if not found:
         return ""

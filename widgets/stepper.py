@@ -1,4 +1,4 @@
-"""The stepper: the stages of an iteration, the state of each, and buttons that run them."""
+"""The stepper: the stages of an iteration with their states, and buttons that run them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _fields(name: str) -> Mapping[str, Any]:
 
 
 def make_algorithm(name: str, lab: Any, like: Any) -> Any:
-    """An algorithm with its own defaults, but as many prompts and the same sampling as the one before it. Samples a
-    prompt are taken over only where there were several: some algorithms cannot work with one."""
+    """An algorithm with its defaults, but with the prompts and the sampling of the previous one. The number of samples
+    is taken over only if it was above one, because some algorithms need several."""
     shared = [field for field in ("prompts", "samples", "sampling") if hasattr(like, field) and field in _fields(name)]
     given = {field: getattr(like, field) for field in shared if field != "samples" or like.samples > 1}
     make: Callable[..., Any] = getattr(algorithms, name)
@@ -66,7 +66,8 @@ PEEKED_ROWS = 4
 
 
 class Stepper(View):
-    """The graph of an algorithm, or of what cells call by hand, with the state of each stage in this iteration."""
+    """The graph of an algorithm, or of the stages that cells call by hand, with each stage's state in
+    this iteration."""
 
     name, title = "stepper", "Stepper"
     fields = ("arm",)
@@ -85,7 +86,7 @@ class Stepper(View):
 
     @property
     def algorithm(self) -> Any:
-        """The one that is stepped; None where cells go by hand."""
+        """The algorithm to step; None if cells call stages by hand."""
         if self._algorithm is not None:
             return self._algorithm
         algorithm = self.lab.algorithm
@@ -99,7 +100,7 @@ class Stepper(View):
 
     @property
     def iteration(self) -> int:
-        """The one that is looked at: the algorithm's last, or the workbench's."""
+        """The shown iteration: the algorithm's last, or the workbench's."""
         algorithm = self.algorithm
         return self.lab.iteration if algorithm is None or not algorithm.iteration else int(algorithm.iteration)
 
@@ -166,7 +167,7 @@ class Stepper(View):
         )
 
     def _where(self) -> str:
-        """Which iteration the states are of."""
+        """A text that says which iteration the states belong to."""
         algorithm = self.algorithm
         if algorithm is None or algorithm.iteration:
             return f"iteration {self.iteration}"
@@ -188,8 +189,8 @@ class Stepper(View):
         return [record for record in self.lab.run_log.records(self.iteration) if not record.aside]
 
     def _graph(self) -> Any:
-        """The algorithm's, or one of what cells called in this iteration, each stage after the one before it; None
-        where nothing was called."""
+        """The algorithm's graph, or a chain of the stages that cells called in this iteration; None if they called
+        none."""
         if self.algorithm is not None:
             return self.algorithm.graph()
         stages: list[Stage] = []
@@ -205,7 +206,7 @@ class Stepper(View):
 
     def _marks(self, graph: Any) -> dict[str, Mark]:
         algorithm = self.algorithm
-        # of one that has not begun, no stage has run: what cells called in this iteration is not its own
+        # an iteration that has not begun has no finished stages: stages that cells called are not its own
         records = {} if algorithm is not None and not algorithm.iteration else self._records()
         made = self._made()
         following = "" if algorithm is None else algorithm.next_stage
@@ -254,7 +255,7 @@ class Stepper(View):
         return self._looked[1]
 
     def _is_to_run(self, stage: str) -> bool:
-        """Whether what is changed now still holds for a stage: it has not run in the iteration under way."""
+        """Whether a change now still affects a stage: it has not run in the current iteration."""
         algorithm = self.algorithm
         ran = algorithm is None or (algorithm.under_way and stage in algorithm.made)
         return not ran and stage not in self._under_way()
@@ -282,7 +283,7 @@ class Stepper(View):
         return f'<section aria-label="{escape(stage.name)}">{"".join(parts)}</section>'
 
     def _batch(self, stage: Any, record: Any) -> Any:
-        """What the stage made in this iteration, if that is a batch which is whole."""
+        """The batch that the stage made in this iteration, if it is complete."""
         made = self._made().get(stage.name)
         if made is None and record is not None and record.batch:
             try:
@@ -316,7 +317,7 @@ class Stepper(View):
         )
 
     def _fitting(self) -> list[str]:
-        """Algorithms that this workbench can run, with their fields as they come."""
+        """Algorithms that this workbench can run with their default fields."""
         roles = tuple(self.lab.groups)
         if self._fit[0] != roles:  # to make them all takes a while
             draw = [name for name in ALGORITHMS if {"prompts", "sampling"} <= set(_fields(name))]
@@ -326,8 +327,8 @@ class Stepper(View):
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def on_choose_algorithm(self, value: str) -> None:
-        """Step another algorithm: the one that was stepped here or in a cell, or one with its fields as they come; or
-        none."""
+        """Step another algorithm: the one stepped before, here or in a cell, or a new one with default
+        fields; or none."""
         self._like = self.algorithm or self._like
         if value == BY_HAND:
             self._algorithm = self.lab.algorithm = None
@@ -385,7 +386,7 @@ class Stepper(View):
         self.chosen = "" if stage == self.chosen else stage
 
     def on_change(self, stage: str, argument: str, once: bool, value: str) -> None:
-        """Give an argument of a stage another value, which was typed."""
+        """Set an argument of a stage to a value that the user typed."""
         self.driver.outcome = stage_form.change(self._need(), self.lab, stage, argument, value, once=once)
 
     def on_branch(self) -> None:

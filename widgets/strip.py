@@ -1,4 +1,4 @@
-"""The strip: one line that stays in sight: what runs, how quickly, what it is rewarded, what is held, what is wrong."""
+"""The strip: one line that stays in sight, with the running stage, speed, reward, memory and problems."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ITEM = "display:inline-flex;gap:5px;align-items:center;margin-right:16px;white-
 
 
 class Strip(View):
-    """What one wants to see at all times, in a line. It asks no host: it reads what stages have recorded.
+    """One line with the state of a run. It asks no host: it reads what stages have recorded.
 
-    Tokens a second: those of generation and forward passes of the newest iteration, on all ranks, over the time in
-    which one of its stages ran. Memory: the fullest device, as it was read last.
+    Tokens a second: those of generation and forward passes of the newest iteration, on all ranks, divided by the time
+    in which any of its stages ran. Memory: the fullest device, from the last reading.
     """
 
     name, title = "strip", "Strip"
@@ -86,7 +86,7 @@ class Strip(View):
         return f"iteration {self.lab.iteration}: {told or self.driver.busy or 'nothing runs'}"
 
     def _rate(self) -> tuple[str, str]:
-        """Tokens a second of the newest iteration that has any, and what they are; empty where none has."""
+        """Tokens a second of the newest iteration that has any, and their description; empty if there are none."""
         for iteration in (self.lab.iteration, self.lab.iteration - 1):
             ended = [record for record in self._records(iteration) if record.ended_s and record.started_s]
             tokens = sum(self._tokens.get(record.run, 0) for record in ended)
@@ -97,7 +97,7 @@ class Strip(View):
         return "", ""
 
     def _reward(self) -> tuple[str, str, str]:
-        """The last reward, and those of the last iterations as a small curve and as a table."""
+        """The last reward, and the rewards of recent iterations as a small curve and as a table."""
         for stage in FIRST_SHOWN[REWARD]:
             points = self._curves.by_name.get((stage, REWARD), Points())
             iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
@@ -118,7 +118,7 @@ class Strip(View):
         return f"{bytes_text(n)} of {bytes_text(reading.capacity_bytes)} on {reading.device}"
 
     def _living(self) -> list[MemoryReading]:
-        """The last readings of the hosts of the present placement."""
+        """The last readings of the hosts of the current placement."""
         return [self._held[info.name] for info in self.lab.hosts.infos if info.name in self._held]
 
     def _warnings(self) -> list[str]:

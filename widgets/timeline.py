@@ -1,4 +1,4 @@
-"""The timeline: which device did what when, what it waited for when it did nothing, and which cell asked for it."""
+"""The timeline: what each device did when, why it was idle, and which cell called it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MOST_ZOOM = 50  # as in static/timeline.js
 
 
 class TimelineView(View):
-    """Lanes by device with the spans of stages, and the idle time between them by its cause.
+    """Lanes by device with the spans of stages, and the idle time between them by cause.
 
-    window: a key of `WINDOWS`, or "iteration 7". iterations: N of these. fold: whether long stretches in which nothing
-    was called are narrow breaks. The kernel draws a window once; the page zooms in it and moves it.
+    window: a key of `WINDOWS`, or "iteration 7". iterations: N of these. fold: whether to draw long stretches in which
+    nothing was called as narrow breaks. The kernel draws a window once; the page zooms and pans it.
     """
 
     name, title, script = "timeline", "Timeline", True
@@ -53,7 +53,7 @@ class TimelineView(View):
         return tuple(follower.size_bytes for follower in self._follow.values())
 
     def _read(self) -> None:
-        """Take in what was recorded since the last time."""
+        """Read the rows recorded since the last call."""
         for event in self._follow["events"].new():
             details = event["details"]
             if event["event"] == "iteration":
@@ -69,14 +69,14 @@ class TimelineView(View):
             self._lived[lane] = min(first_s, row["start_s"]), max(last_s, row["end_s"])
 
     def _iterations(self) -> list[tuple[int, float, float]]:
-        """The last iterations whose spans are kept: number, from when to when."""
+        """The last iterations whose spans are kept: number, start, end."""
         first_s = self._spans[0]["start_s"] if self._count > len(self._spans) else float("-inf")
         starts = [(number, start_s) for number, start_s in self._starts[-MOST_ITERATIONS:] if start_s >= first_s]
         ends_s = [*(start_s for _, start_s in starts[1:]), max((row["end_s"] for row in self._spans), default=0.0)]
         return [(n, start_s, max(start_s, end_s)) for (n, start_s), end_s in zip(starts, ends_s, strict=False)]
 
     def _window(self) -> Life:
-        """What is drawn: from when to when."""
+        """The start and end of the drawn window."""
         there = self._iterations()
         if self.window.startswith("iteration "):
             there = [one for one in there if f"iteration {one[0]}" == self.window][-1:] or there[-1:]
@@ -88,10 +88,10 @@ class TimelineView(View):
         return min((row["start_s"] for row in rows), default=0.0), max((row["end_s"] for row in rows), default=0.0)
 
     def _draw(self, *, most: int | None = None) -> Timeline:
-        """most: bars of a still picture; None: a picture for the page."""
+        """Draw the window. most: bars of a still picture; None: a picture for the page."""
         self._read()
         start_s, end_s = window = self._window()
-        # what a cell called in the iterations before and after tells that it goes on at the edges
+        # calls of a cell in neighbouring iterations show that it continues past the window's edges
         from_s = max((at_s for _, at_s in self._starts if at_s < start_s), default=float("-inf"))
         to_s = min((at_s for _, at_s in self._starts if at_s > end_s), default=float("inf"))
         rows = [row for row in self._spans if row["end_s"] >= from_s and row["start_s"] <= to_s]
@@ -141,7 +141,7 @@ class TimelineView(View):
         return data, []
 
     def _small(self) -> Timeline:
-        """A picture for a cell to keep."""
+        """A small picture, for a cell to store."""
         of = self.window, self.iterations, self.fold, self.depends_on()
         if self._still is None or self._still[0] != of:
             self._still = of, self._draw(most=MOST_STILL_BARS)
@@ -186,7 +186,7 @@ class TimelineView(View):
         return f'<section aria-label="chosen span">{shown}{self._cell(row["run"])}</section>'
 
     def _cell(self, run: int) -> str:
-        """The cell that called a run, and a way to it."""
+        """The cell that called a run, with a link to it."""
         number, session = self._callers.of_run.get(run, (None, 0))
         if not isinstance(number, int):
             return f"<div>run {run} was called by {'a button of a panel' if number else 'no cell of a notebook'}</div>"
@@ -219,7 +219,7 @@ class TimelineView(View):
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def on_show(self, value: str) -> None:
-        """Choose what is drawn."""
+        """Choose the window."""
         known = [*WINDOWS, *(f"iteration {number}" for number, *_ in self._iterations())]
         if value not in known:
             rule = f"there is {', '.join(known)}"
@@ -234,7 +234,7 @@ class TimelineView(View):
             raise BadInput(f"N={value}", rule, "lab.trace('trace.json') has all that was recorded, for Perfetto")
 
     def on_choose(self, **chosen: Any) -> None:
-        """Look at a span, by its number, or at a gap of a lane, by its number in the picture; at nothing."""
+        """Select a span, by its number, or a gap of a lane, by its number in the picture; or nothing."""
         if self._drawn is not None and "gap" in chosen:
             gap = dict(chosen["gap"])
             pool, device = self._drawn.lanes[gap.pop("lane")]
@@ -242,11 +242,11 @@ class TimelineView(View):
         self._chosen = chosen
 
     def on_fold(self, value: Any) -> None:
-        """Draw long stretches in which nothing was called as narrow breaks, or as long as they are."""
+        """Draw long stretches in which nothing was called as narrow breaks, or at full length."""
         self.fold, self._range = bool(value), None
 
     def on_select(self, view: Sequence[float] | None = None) -> None:
-        """Add up what lies between two places, seconds from the left edge as they are drawn; None: nothing."""
+        """Add up the range between two drawn positions, in seconds from the left edge; None: no range."""
         self._range = None
         if view is not None and self._drawn is not None and view[0] < view[1]:
             from_s, to_s = self._drawn.folding.time(np.array(view, float)).tolist()
@@ -259,7 +259,7 @@ class TimelineView(View):
 
 
 def _before(gaps: Gaps, lane: int, start_s: float) -> list[float]:
-    """Seconds by cause from where the device last computed to where a span begins."""
+    """Seconds by cause between the end of the device's last computation and the begin of a span."""
     seconds, reached_s = [0.0] * len(CAUSES), start_s
     here = np.flatnonzero((gaps.lane == lane) & (gaps.start_s < start_s))
     for n in here[::-1]:

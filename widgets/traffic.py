@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom: measured, beside what is needed and what other strategies would move."""
+"""How many bytes each process sends to each other: measured, the minimum, and what other strategies would move."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BUCKETS, NOTES = 16, 100  # rows of the table; notes of what updates changed, of
 
 
 class TrafficView(View):
-    """Bytes between processes by what moved and for which stage: as a matrix, by bucket, by strategy; and what updates
-    changed, once `lab.changed()` has been called."""
+    """Bytes between processes by kind and stage: as a matrix, by bucket, by strategy; and what updates changed, once
+    `lab.changed()` has been called."""
 
     name, title = "traffic", "Traffic"
     fields = ("stage",)
@@ -64,7 +64,7 @@ class TrafficView(View):
         return found if found.total_bytes else None
 
     def _buckets(self) -> str:
-        """How long what took: a layer's weights, or a batch's columns."""
+        """Durations of transfers: of a layer's weights, or of a batch's columns."""
         moved = self._moved()
         if self.stage != EVERY_STAGE:
             moved = moved[moved["stage"] == self.stage]
@@ -86,7 +86,7 @@ class TrafficView(View):
         return table(rows, caption="duration by bucket", max_rows=BUCKETS)
 
     def _strategies(self) -> str:
-        """The strategies side by side, for the actor's layouts as they are."""
+        """The strategies side by side, for the actor's current layouts."""
         if self.kind not in ("weights", "") or not len(plans := self.lab.sync_plans()):
             return ""
         rows = [
@@ -105,7 +105,7 @@ class TrafficView(View):
         return table(rows, caption="a sync of the actor's weights, by strategy (planned)")
 
     def _changes(self) -> str:
-        """What updates changed, by layer, as far as it was noted, and what syncs saved."""
+        """What updates changed, by layer, as far as it was recorded, and the bytes that syncs saved."""
         self._notes += self._changed.new()
         if self.kind not in ("weights", "") or not self._notes:
             return ""
@@ -121,7 +121,7 @@ class TrafficView(View):
         return changed_map(changed) + f"<p>{saved if self._whole_bytes else ''} {doubt}</p>"
 
     def receive(self, kind: str = "", stage: str = EVERY_STAGE, **_: Any) -> None:
-        """Movements of a kind ("" for all), for a stage."""
+        """Show transfers of a kind ("" for all), for a stage."""
         self.kind, self.stage = kind, stage
 
     def on_kind(self, value: str) -> None:

@@ -1,5 +1,5 @@
-"""What every view of a panel is: a picture as html, controls for it, and what their actions do; and `Still`, which
-needs no kernel and no script of ours."""
+"""Base class of a panel's views: a picture as html, controls, and actions; and `Still`, a picture that needs no kernel
+and no script."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Given = Mapping[str, Any]
 
 
 class View:
-    """One tab of a panel. It looks at a workbench, and acts on it, through its public methods alone.
+    """One tab of a panel. It reads a workbench, and acts on it, only through public methods.
 
-    name: what `lab.panel(name)` calls it. title: on its tab. script: whether a script of the front end, see `SCRIPTS`
-    in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`. sticks: where it is alone, it
-    stays at the top of the notebook, where the front end can do that. has_figure: whether it has a `figure()`. fields:
-    names of actions that do no more than assign their `value` to the attribute of that name.
+    name: as in `lab.panel(name)`. title: on its tab. script: whether a front-end script, see `SCRIPTS` in
+    `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`. sticks: whether it stays at the
+    top of the notebook when it is the only view, if the front end supports that. has_figure: whether it has a
+    `figure()`. fields: names of actions that only assign their `value` to the attribute of the same name.
 
     An action of the front end, `data-act="keep" data-given='{"n": 3}'` on a control, calls `on_keep(n=3)`; a select or
-    an input adds its `value`. What runs stages goes to `driver`; the rest is done in the thread of the panel's views.
+    an input adds its `value`. Work that runs stages goes to `driver`; everything else runs in the panel's view thread.
     """
 
     name: ClassVar[str]
@@ -46,7 +46,8 @@ class View:
         self.choices = 0  # how often something was chosen in it
 
     def depends_on(self) -> Hashable:
-        """Changes when there is something new to draw. Asked several times a second: it costs next to nothing."""
+        """A value that changes when there is something new to draw. It is read several times a second and must be
+        cheap."""
         raise NotImplementedError
 
     def controls(self) -> str:
@@ -54,7 +55,7 @@ class View:
         return ""
 
     def html(self, *, live: bool) -> str:
-        """The picture; live: with what can be pressed in it. A view has its own `html`, or its own `picture`."""
+        """The picture; live: with controls in it. A subclass defines `html`, or only `picture`."""
         return self.picture()
 
     def picture(self) -> str:
@@ -62,11 +63,11 @@ class View:
         return self.html(live=not self.script)
 
     def still(self) -> str:
-        """The picture of a saved notebook, without what could be pressed in it."""
+        """The picture for a saved notebook, without controls."""
         return self.html(live=False)
 
     def svg(self) -> str | None:
-        """The picture as one svg, where it is one."""
+        """The picture as a single svg, if it is one."""
         return None
 
     def figure(self) -> dict[str, Any] | None:
@@ -78,14 +79,14 @@ class View:
         return self.title
 
     def payload(self) -> tuple[dict[str, Any], list[bytes]]:
-        """What the script draws from: plain values, and buffers."""
+        """The data for the script: plain values, and buffers."""
         return {"html": self.html(live=True)}, []
 
     def receive(self, **given: Any) -> None:
-        """What another view turns to here with, such as an iteration."""
+        """Show what another view links to, such as an iteration."""
 
     def act(self, action: str, given: Given) -> None:
-        """Carry out what a control asks for; `BadInput` for an action that there is not."""
+        """Carry out a control's action; raises `BadInput` for an unknown action."""
         self.choices += 1
         if action in self.fields:
             setattr(self, action, given["value"])
@@ -108,9 +109,9 @@ def button(
     label: str, act: str, *, drives: bool = False, off: str = "", title: str = "", takes: bool = False,
     spoken: str = "", key: str = "", **given: Any,
 ) -> str:  # fmt: skip
-    """A button. drives: runs stages, and waits for what else does. off: why it cannot be pressed now. takes: it adds
-    the `value` of the field in its row, an element with `data-row`. spoken: for screen readers, where the label alone
-    says too little. key: what names it in this drawing and the next, where its action does not."""
+    """A button. drives: it runs stages, and waits for other work that does. off: why it is disabled now. takes: it adds
+    the `value` of the field in its row, an element with `data-row`. spoken: a text for screen readers, if the label
+    alone is too short. key: identifies it across drawings, if its action does not."""
     state = f' disabled title="{escape(off)}"' if off else (f' title="{escape(title)}"' if title else "")
     state += (" data-takes" if takes else "") + (f' aria-label="{escape(spoken)}"' if spoken else "")
     state += f' data-key="{escape(key)}"' if key else ""
@@ -118,7 +119,7 @@ def button(
 
 
 def choice(label: str, act: str, options: Sequence[str] | Mapping[str, str], chosen: str, **given: Any) -> str:
-    """A labelled select. options: values, or what is shown by value."""
+    """A labelled select. options: values, or labels by value."""
     shown = options if isinstance(options, Mapping) else {name: name for name in options}
     inner = "".join(
         f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
@@ -135,7 +136,7 @@ def entry(label: str, act: str, value: Any, *, kind: str = "text", size: int = 8
 
 
 def whole_number(what: str, value: Any) -> int:
-    """A field's text as a whole number of 1 or more; else `BadInput`."""
+    """Parse a field's text as an integer of 1 or more; else raises `BadInput`."""
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -146,9 +147,9 @@ def whole_number(what: str, value: Any) -> int:
 
 
 class Still:
-    """A view as html, as svg where it is one picture, and as text, with its charts below, where it has any.
+    """A view as html, as svg if it is a single picture, and as text, with its charts below, if it has any.
 
-    One that cannot be drawn says why in its place. None: hosts did not answer in time.
+    If it cannot be drawn, it says why. None: hosts did not answer in time.
     """
 
     def __init__(self, view: View | None) -> None:
@@ -158,7 +159,7 @@ class Still:
         self._figure = None if view is None else or_none(view.figure)
 
     def bundle(self) -> dict[str, str]:
-        """All but the charts, by mimetype."""
+        """Everything but the charts, by mimetype."""
         svg = {"image/svg+xml": self._svg} if self._svg else {}
         return {"text/html": as_images(f"<div>{self._html}</div>"), **svg, "text/plain": self._text}
 
@@ -172,7 +173,7 @@ class Still:
 
 
 def or_why(make: Callable[[], str]) -> str:
-    """A picture, or why it could not be drawn."""
+    """A picture, or the reason why it could not be drawn."""
     try:
         return make()
     except Exception as error:
@@ -180,7 +181,7 @@ def or_why(make: Callable[[], str]) -> str:
 
 
 def or_none(ask: Callable[[], Any]) -> Any:
-    """What a view answers; None where it fails: its picture says why."""
+    """A view's answer; None if it fails, because its picture says why."""
     try:
         return ask()
     except Exception:  # a host that is gone, a workbench that was closed

@@ -1,4 +1,4 @@
-"""Sliders that ask which placement would be best: `wb.mapping.what_if(...)` makes them."""
+"""Sliders that search for the best placement: made by `wb.mapping.what_if(...)`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EVERY_S, FIRST_S = 0.15, 2.0  # how often a map is drawn while it is refined; wh
 
 
 class WhatIf(ipywidgets.VBox):
-    """The best plan where the sliders are, and the map through that point over two of their axes. A thread searches,
-    the quickest answers first; where something has changed, a new one takes its place."""
+    """The best plan at the sliders' point, and the map through that point over two of their axes. A thread searches,
+    the quickest answers first; after a change a new search replaces it."""
 
     def __init__(self, grid: PlacementMap, across: str, up: str) -> None:
         self.grid = grid
@@ -41,18 +41,18 @@ class WhatIf(ipywidgets.VBox):
 
     @property
     def seen(self) -> tuple[Point, str, str]:
-        """Where the sliders are, and the axes of the map."""
+        """The sliders' point, and the axes of the map."""
         return tuple(slider.value for slider in self.sliders.values()), self.across.value, self.up.value
 
     def frame(self) -> pd.DataFrame:
-        """One row a cell of the map, all of which are searched first: the two axes, the best placement, its seconds an
-        iteration, the next one, how much slower that is, as a share, and why."""
+        """One row a cell of the map; searches all of them first. Columns: the two axes, the best placement, its seconds
+        an iteration, the second best, how much slower that is, as a share, and why."""
         for _ in self.grid.refine(*self.seen):
             pass
         return pd.DataFrame(self.grid.rows(*self.seen))
 
     def _ask(self, change: Any = None) -> None:
-        """Search and draw what is asked for now. Where one axis becomes the other, they change places."""
+        """Search and draw for the current sliders. If one axis is set to the other, the two are swapped."""
         if self.across.value == self.up.value:
             (self.up if change.owner is self.across else self.across).value = change.old
         self.drawing = Thread(target=self._work, args=self.seen, daemon=True)  # a kernel that ends does not wait for it

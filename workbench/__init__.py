@@ -60,23 +60,23 @@ if TYPE_CHECKING:
     from workbench.settings.training import Training as Training
     from workbench.support.calls.limits import limits as limits
 
-# Threads that wait for each other take no core meanwhile: beside a browser, which takes one too, an inline workbench on
-# a CPU was up to 25 times slower. OpenMP reads it when torch is imported.
+# OpenMP threads sleep while they wait for each other, instead of spinning: spinning beside a browser, which needs a
+# core too, made an inline workbench on a CPU up to 25 times slower. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Large tensors in host memory lie in huge pages, where Linux has them: an update on a CPU spent a quarter of its
-# processor time on page faults. torch reads it with the first tensor of any size.
+# Put large tensors in host memory into huge pages, where Linux has them: without, an update on a CPU spent a quarter
+# of its processor time on page faults. torch reads this when it allocates the first large tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 note_failures()
 
-# name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
+# name -> module. A name is loaded at its first use, so that `import workbench` is quick and imports no engine
 _PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
 _MODULES = ("adapters", "mapping", "sandbox", "script", "toolbox", "verifiers")
 
 __all__ = sorted(_PUBLIC)
 
 
-if not TYPE_CHECKING:  # a checker of types would take any name for one of the package
+if not TYPE_CHECKING:  # with it, a type checker would accept any name as one of the package
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:

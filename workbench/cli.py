@@ -1,7 +1,7 @@
 """`wb`: thin commands over the public functions. Every command that answers a question takes `--json`.
 
-To add a command: a function that takes the parsed arguments and returns an exit code, or None for 0, and its lines in
-`parser`.
+To add a command, write a function that takes the parsed arguments and returns an exit code (None: 0), and add its lines
+to `parser`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.support.files import path_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 the answer is no or the command failed, 2 wrong usage, 130 interrupted."""
+    """Run one command. Exit codes: 0 done; 1 the command failed or its answer is no; 2 wrong usage; 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
         code = arguments.command(arguments)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands of `wb`, with their arguments and what each one runs."""
+    """Return the parser of `wb`: its commands, their arguments and the function that runs each command."""
     top = Parser(prog="wb", description="An interactive RLHF research workbench.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -135,7 +135,7 @@ def _ls(arguments: argparse.Namespace) -> None:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A workbench of `wb ls`, in the width of a terminal."""
+    """Shorten a row of `wb.ls` to the width of a terminal."""
     idle_s, driver = row["idle_s"], row["driver"]
     return {
         "name": row["name"],
@@ -301,7 +301,7 @@ def _trust(arguments: argparse.Namespace) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as aligned text; a column for each key, in the order in which keys first appear."""
+    """Format rows as aligned text, with a column for each key, in the order in which keys first appear."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

@@ -11,9 +11,9 @@
             │                     └──────────────────────────────┘            │
             └─────────────────────────────────────────────────────────────────┘
 
-Its parts, each with one owner: `Hosts` the processes, `StageRunner` the calls, `BatchStore` the rows, `Counters` the
-numbers, `Topology` and `History` the views, `Position` and `Checkpoints` what a run goes on from. A method that a part
-carries out is written there, with its docstring, and taken over here by `_method_of`.
+Each part owns one thing: `Hosts` the processes, `StageRunner` the calls, `BatchStore` the rows, `Counters` the numbers,
+`Topology` and `History` the views, `Position` and `Checkpoints` the state that a run continues from. A method that a
+part carries out is written in that part, with its docstring; `_method_of` makes it a method of the workbench.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 def _method_of(
     part: Callable[[Workbench], _P], method: Callable[Concatenate[_P, _Q], _R]
 ) -> Callable[Concatenate[Workbench, _Q], _R]:
-    """A method of the workbench that one of its parts carries out, with the part's signature and docstring. method: of
-    the part, or a function whose first argument is the part."""
+    """Return a method of the workbench that calls a method of one of its parts, with that method's signature and
+    docstring. method: a method of the part, or a function whose first argument is the part."""
 
     @functools.wraps(method)
     def call(self: Workbench, /, *args: _Q.args, **kwargs: _Q.kwargs) -> _R:
@@ -101,7 +101,7 @@ def _method_of(
 
 
 def _read(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
-    """A property that one of the workbench's parts has. kind: its type, for the API reference."""
+    """Return a property that reads a value from one of the workbench's parts. kind: its type, for the API reference."""
     read.__annotations__ = {"return": kind}
     return property(read, doc=doc)  # type: ignore[return-value]
 
@@ -110,13 +110,13 @@ def _read(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
 class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
-    lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
-    them. lab.prompts: where prompts come from. lab.buffer: rollouts that wait to be trained on. lab.conversation(row):
+    lab.actor, lab.critic, ...: worker groups; lab.rollout: the workers that generate for the actor, where the placement
+    has them. lab.prompts: the stream of prompts. lab.buffer: rollouts that wait for training. lab.conversation(row):
     one conversation, by hand. lab.topology(), lab.timeline(), lab.spans(), lab.transfers(), lab.syncs(), lab.metrics(),
-    lab.logs(): what is where and what happened. lab.close(): free all.
+    lab.logs(): the current state and the history. lab.close(): free everything.
 
-    Its parts are `hosts`, `ownership`, `runner`, `position`, `checkpoints`, `history` and `telemetry`.
-    attached: it was opened before, and `wb.attach` found it. stays: its hosts live on when it is closed.
+    Its parts are `hosts`, `ownership`, `runner`, `position`, `checkpoints`, `history` and `telemetry`. attached:
+    whether `wb.attach` found this workbench already open. stays: whether its hosts live on after `close`.
     """
 
     def __init__(self, description: Description, run_folder: Path) -> None:
@@ -151,15 +151,15 @@ class Workbench:
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
-    description = _read(Description, lambda self: self.hosts.description, "What it was opened with, or moved to.")
+    description = _read(Description, lambda self: self.hosts.description, "Its models, settings and placement.")
     placement = _read(Placement, lambda self: self.hosts.placement, "Which roles share which devices.")
     groups = _read(Mapping[str, WorkerGroup], lambda self: self.runner.groups.by_role, "The worker groups by role.")
     lead = _read(WorkerGroup, lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
-    store = _read(Store, lambda self: self.runner.batches.store, "What stages made, by name and version.")
+    store = _read(Store, lambda self: self.runner.batches.store, "The batches that stages made, by name and version.")
     scheduler = _read(Scheduler, lambda self: self.runner.scheduler, "Decides when each run starts.")
     run_log = _read(RunLog, lambda self: self.runner.run_log, "The stages that this kernel called.")
     weights = _read(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
-    iteration = _read(int, lambda self: self.runner.counters.iteration, "Its number: that under way, or the last one.")
+    iteration = _read(int, lambda self: self.runner.counters.iteration, "The number of the current or last iteration.")
     last_metrics = _read(
         dict[str, MetricValues],
         lambda self: self.runner.counters.last_metrics,
@@ -168,8 +168,8 @@ class Workbench:
     looks = _read(
         bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look."
     )
-    checkpoint = _read(Checkpoint | None, lambda self: self.position.checkpoint, "The one that it went on from.")
-    calibration = _read(Calibration | None, lambda self: self._predictor.calibration, "What `calibrate` has found.")
+    checkpoint = _read(Checkpoint | None, lambda self: self.position.checkpoint, "The checkpoint it continued from.")
+    calibration = _read(Calibration | None, lambda self: self._predictor.calibration, "The result of `calibrate`.")
     compute_advantages = AdvantagesOperation()  # of no role
 
     @property
@@ -208,21 +208,21 @@ class Workbench:
 
     @stoppable("closing", ("some of its processes may still run", "wb.stop(name) ends them"))
     def close(self) -> None:
-        """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or
-        after another kernel took the workbench or its name, is fine: only what this opening started, and this kernel
-        drives, is ended. In a script that was started with --keep the hosts live on, and trackers get their last
-        metrics."""
+        """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice is
+        fine, and so is closing after another kernel took over the workbench or its name: only hosts that this opening
+        started and this kernel drives are ended. In a script that was started with --keep the hosts live on, and
+        trackers get their last metrics."""
         if self.stays:
             self.telemetry.sinks.close()
         else:
             self.end()
 
     def end(self) -> None:
-        """`close`, also where the workbench is to stay."""
+        """Close the workbench as `close` does, even where `stays` is set."""
         if self.ownership.closed:
             return
         for act in self._before_close:
-            with suppress(Exception):  # what looks at a workbench keeps none from closing
+            with suppress(Exception):  # an error of a panel or an endpoint does not keep the workbench from closing
                 act()
         self.telemetry.sinks.close()
         self.ownership.closed = True
@@ -240,7 +240,7 @@ class Workbench:
         self.telemetry.flush()
 
     def before_close(self, act: Callable[[], object]) -> None:
-        """Have `act` called when the workbench closes, while its hosts still answer."""
+        """Call `act` when the workbench closes, while its hosts still answer."""
         self._before_close.append(act)
 
     def __enter__(self) -> Workbench:
@@ -280,12 +280,12 @@ class Workbench:
     release = _method_of(lambda self: self.runner.batches, BatchStore.forget)
 
     def lineage(self, batch: Batch | str) -> pd.DataFrame:
-        """A batch, itself or by name as in `batch`, and all that it was made of, newest first."""
+        """Return a batch (or its name, as in `batch`) and all batches that it was made from, newest first."""
         return self.store.lineage((batch if isinstance(batch, Batch) else self.batch(batch)).id)
 
     @staticmethod
     def apply(function: Callable[..., Any], *batches: Batch, **kwargs: Any) -> Any:
-        """Call a function of batches: in an algorithm's `define`, what it does becomes a stage of the graph."""
+        """Call a function of batches. In an algorithm's `define`, the call becomes a stage of the graph."""
         return function(*batches, **kwargs)
 
     # --- iterations and checkpoints -----------------------------------------------------------------------------------
@@ -297,23 +297,23 @@ class Workbench:
     save_if_due = _method_of(lambda self: self.checkpoints, Checkpoints.save_if_due)
 
     def note_position(self) -> None:
-        """Record the position of the algorithm, from which a later kernel goes on."""
+        """Record the position of the algorithm, so that a later kernel can continue from it."""
         self.ownership.record()
 
     def recover(self, path: str | Path | None = None) -> Checkpoint | None:
-        """Start again what died, and bring every role back to the last checkpoint, so that all know the same: weights,
-        optimizers, random states, prompts, examples, and the algorithm that this notebook holds. Handles stay valid:
-        `lab.actor`, `lab`, the algorithm; the next iteration is the one that would have come after the checkpoint. The
-        checkpoint; None: there was none, and the workbench is as it was opened.
+        """Restart processes that died, and put every role back to the last checkpoint, so that all have the same state:
+        weights, optimizers, random states, prompts, examples, and the algorithm that this notebook holds. Handles stay
+        valid: `lab.actor`, `lab`, the algorithm; the next iteration is the one that would have followed the checkpoint.
+        Returns the checkpoint; None: there was no checkpoint, and the workbench is as it was just after it was opened.
 
-        Where only rollout workers died, in a pool of their own, nothing goes back: they are started again, and what
-        they had not finished is generated again. None is returned.
+        Where only rollout workers in a pool of their own died, nothing goes back: they are restarted, and generate
+        again what they had not finished. Returns None.
 
-        path: another checkpoint than the newest of `lab.save`, `lab.autosave` and the one that it was resumed from.
-        Only pools that are no longer whole get new processes, and lose the batches that they kept. All do without a
-        checkpoint, after an edit of code that only new processes take (see `reload`), and when this user's Ray head was
-        gone, in whose place another one is started. Raises `BadInput`, with nothing touched, where the checkpoint does
-        not fit.
+        path: a checkpoint to use instead of the newest of `lab.save`, `lab.autosave` and the one that the run was
+        resumed from. Only pools that are no longer whole get new processes, and lose the batches that they kept. All
+        pools do where there is no checkpoint, after an edit of code that only new processes take (see `reload`), and
+        when this user's Ray head was gone; another head is started then. Raises `BadInput`, with nothing touched, where
+        the checkpoint does not fit.
         """
         return recover(self.runner, self.position, self.prompts, path, self._reloader.reload)
 
@@ -354,15 +354,15 @@ class Workbench:
     logs = _method_of(lambda self: self.history, History.logs)
 
     def devices(self) -> list[tuple[str, str]]:
-        """(pool, device) of every host, as the placement has them; nobody is asked."""
+        """Return (pool, device) of every host, as the placement has them, without a call to the hosts."""
         return [(info.pool, info.device) for info in self.hosts.infos]
 
     def panel(self, *views: str, algorithm: Any = None) -> Panel:
-        """The workbench as a live widget with a tab a view: `lab.panel()`, or those named: `lab.panel("timeline")`.
+        """Return a live widget with one tab per view: of all views, `lab.panel()`, or of some: `lab.panel("timeline")`.
 
-        It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
-        asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
-        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not,
+        The widget follows what cells do, and its buttons do what cells could do. Repeated calls for the same views
+        return the same panel. algorithm: the one that the panel steps; None: the one that took the last step. Where
+        widgets cannot be shown, and in a saved notebook, the panel is a picture. Raises `BadInput` for an unknown view,
         `MissingDependency` without the packages of the extra "notebook".
         """
         try:
@@ -372,18 +372,18 @@ class Workbench:
         return panel(self, views, algorithm)
 
     def strip(self) -> Panel:
-        """A line that stays in sight: connected, what runs and how far it is, tokens a second, the reward of the last
-        iterations, memory, warnings. In JupyterLab it sticks to the top of the notebook, elsewhere it is in its cell.
-        Raises `MissingDependency` as `panel` does."""
+        """Return a status line that stays in sight: connection, what runs and how far it is, tokens per second, the
+        reward of the last iterations, memory, warnings. In JupyterLab it sticks to the top of the notebook, elsewhere
+        it is in its cell. Raises `MissingDependency` as `panel` does."""
         return self.panel("strip")
 
     @stoppable("lab.export()", ("the script is written as a whole, or not at all", "the same call again writes it"))
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
-        """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
+        """Write this notebook as a script: `lab.export("script.py")`; `.told` has notes for the script's reader.
 
-        notebook: its file; None: the one that this kernel belongs to, where the front end tells. Save it first: the
-        file is what is read, beside the record of what was run; `BadInput` after wb.open(record=False). options: see
-        `workbench.export.export_notebook`. `wb export NOTEBOOK --check` proves that the two agree.
+        notebook: its file; None: this kernel's notebook, where the front end tells. Save it first: the export reads the
+        file, and the record of the cells that were run; `BadInput` after wb.open(record=False). options: see
+        `workbench.export.export_notebook`. `wb export NOTEBOOK --check` proves that notebook and script agree.
         """
         from workbench.export import export_notebook
 
@@ -406,7 +406,7 @@ class Workbench:
 
 
 def _recorded(lab: Workbench) -> list[Path]:
-    """The run folders of this process in which cells are recorded. `BadInput` after record=False."""
+    """Return the run folders in which this process records its cells. Raises `BadInput` after record=False."""
     if not lab.description.record:
         raise BadInput(
             f"{lab.name!r} was opened with record=False", "what its cells did was not recorded",

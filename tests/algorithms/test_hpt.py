@@ -30,7 +30,7 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
 
 
 def everything(prompt: str, response: str, **row: Any) -> float:
-    return 1.0
+    return 0.9
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_each_prompt_has_the_gradient_of_its_kind(lab: wb.Workbench) -> None:
 
 
 def test_the_gate(lab: wb.Workbench) -> None:
-    """With a gate that none passes it is fine-tuning; where all pass it is GRPO."""
+    """With a gate that none passes it is fine-tuning; where all pass it is GRPO. 0.9 in float32 is below Python's."""
     demonstrations = lab.demonstrations(ROWS)
     for same, coefficient in ((nothing, 1.0), (everything, 0.0)):
-        algorithm = wb.HPT(lab, demonstrations, prompts=4, samples=2, sampling=SAMPLING, reward=same)
+        algorithm = wb.HPT(lab, demonstrations, prompts=4, samples=2, sampling=SAMPLING, reward=same, passing=0.9)
         with lab.kept("actor"):
             metrics = algorithm.iterate()
         assert metrics["choose/demonstrated/fraction"] == coefficient

@@ -265,6 +265,14 @@ def test_a_state_and_what_was_noted_since_are_the_ledger() -> None:
     assert ledger.take_changes() == []
 
 
+def test_a_threshold_is_compared_in_float32_as_rewards_are() -> None:
+    ledger = Ledger(1)
+    ledger.threshold = 0.9
+    ledger.note_drawn([0], 0, 1)
+    ledger.note_scored(*scored(range(1), 1, 0, float(np.float32(0.9))))
+    assert ledger.totals().sums["passed"].tolist() == [4]
+
+
 def test_scores_of_a_draw_that_is_too_old_do_not_count() -> None:
     ledger = Ledger(10)
     for iteration in range(1, OPEN_ITERATIONS + 2):

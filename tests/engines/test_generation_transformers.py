@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tests.engines import generation_cases as cases
 from tests.expected import expect_error
+from workbench.engines.generation.base import check_model_length
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_tokenizer
@@ -142,3 +144,17 @@ def test_autocast_computes_in_bf16(model, tokenizer):
 def test_too_long_for_the_model(model, tokenizer):
     with expect_error(BadInput, rule="2048 positions"):
         TransformersEngine(model, tokenizer, Generation(max_model_tokens=4096), owns_model=False)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rows_so_long_that_they_would_change_the_positions_of_others_are_refused(rope_type):
+    scaling = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "longrope":
+        scaling |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    config = LlamaConfig(max_position_embeddings=256 if rope_type == "longrope" else 64, rope_parameters=scaling)
+    with expect_error(BadInput, rule="64 positions"):
+        check_model_length(config, Generation(max_model_tokens=65))
+    check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
+    if rope_type == "dynamic":
+        with expect_error(BadInput, rule="vLLM scales all rows"):
+            check_model_length(config, Generation(engine="vllm", max_model_tokens=64))

@@ -173,9 +173,9 @@ def test_models_that_change_their_logits_are_refused() -> None:
 
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     shape |= {"vocab_size": 61, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Gemma2Config(**shape, final_logit_softcapping=0.5, initializer_range=0.5)
-    with expect_error(BadInput, rule="scaling or capping"):
-        TokenLogProbs(Gemma2ForCausalLM(config))
+    for cap in (0.5, 30.0):  # a cap of 30 changes no logit of a new model
+        with expect_error(BadInput, rule="scaling or capping"):
+            TokenLogProbs(Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=cap)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -238,6 +238,17 @@ def test_a_head_of_many_scores_is_refused(tmp_path: Path) -> None:
     config.num_labels = 3
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     with expect_error(BadInput, remedy="num_labels=1"):
+        load_token_values(tmp_path)
+
+
+def test_a_head_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 61}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    config = AutoConfig.for_model("modernbert-decoder", **shape, **ids, num_attention_heads=2, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with expect_error(BadInput, value="'classifier.weight'", rule="one layer, named score"):
         load_token_values(tmp_path)
 
 

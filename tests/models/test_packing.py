@@ -139,6 +139,14 @@ def test_layers_that_are_no_attention_are_padded() -> None:
     assert use_packing(causal) == "LlamaForCausalLM has layers of linear_attention"
 
 
+def test_a_window_that_only_the_mask_has_is_padded() -> None:
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 61}
+    config = PhimoeConfig(**shape, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, sliding_window=8)
+    assert use_packing(PhimoeForCausalLM(config)) == "PhimoeForCausalLM has its sliding window in the mask alone"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fp32_weights_are_tried_in_bfloat16_too() -> None:

@@ -1,7 +1,7 @@
-"""What is computed: algorithms as dataflows, estimators and losses as pure functions.
+"""The RL algorithms, each a dataflow of stages; their estimators and losses are functions in `workbench.objectives`.
 
-To add an algorithm: write it in a file, as `ppo.py` is; name the file in `ALGORITHMS`, and the class below
-it for type checkers; write a lesson. Then it is `wb.Mine(lab)`.
+To add an algorithm: write it in its own file, like `ppo.py`; add it to `ALGORITHMS`, and to the imports for type
+checkers below; write a lesson. Then it is available as `wb.Mine(lab)`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# class -> module; loaded when first used, so that `import workbench` stays quick
+# class -> module; each module is imported when its class is first used, so that `import workbench` stays fast
 ALGORITHMS = {
     "ArCHer": "workbench.algorithms.archer",
     "DAPO": "workbench.algorithms.dapo",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.sft import SFT as SFT
 
 
-if not TYPE_CHECKING:  # a checker of types would take any name for one of the package
+if not TYPE_CHECKING:  # with a `__getattr__`, a type checker would accept any name as a member of the package
 
     def __getattr__(name: str) -> Any:
         if name not in ALGORITHMS:

@@ -1,11 +1,11 @@
-"""An iteration is split at generation: what comes up to it may run ahead of training, and waits in `lab.buffer`.
+"""Generate rollouts ahead of training. The stages up to generation run early; their batches wait in `lab.buffer`.
 
     in an iteration of run(n, staleness=k)
-    before its prompts      finish_paused   goes on with responses that paused, until enough groups are whole
-    its prompts             from_buffer     takes them, and all that was made of them up to generation
-    after its generation    fill            generates for iterations to come, beside training
+    before its prompts      finish_paused   resumes paused responses, until enough groups are complete
+    its prompts             from_buffer     takes them from the buffer, with the batches made from them up to generation
+    after its generation    fill            generates for later iterations, while this one trains
 
-The first and the last do so by `draw_ahead`; `join_paused` puts responses that go on and new ones into one call.
+`finish_paused` and `fill` call `draw_ahead`; `join_paused` puts resumed and new responses into one call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workbench.workers.rollout_columns import rollout_metrics
 
 
 def front(graph: Graph) -> tuple[Stage, ...]:
-    """The stages that draw samples, and all that these need, in call order; none where no stage draws samples."""
+    """Return the stages that generate samples and all stages they depend on, in call order; () if none generates."""
     wanted = {stage.name for stage in graph.stages if stage.samples}
     for stage in reversed(graph.stages):
         if stage.name in wanted:
@@ -41,7 +41,7 @@ def front(graph: Graph) -> tuple[Stage, ...]:
 
 
 def check_can_run_ahead(graph: Graph) -> None:
-    """Raise `BadInput` where no iteration of this graph can be generated before the one under way is over."""
+    """Raise `BadInput` if this graph cannot generate for an iteration before the current iteration has ended."""
     rule = "an iteration runs ahead up to its generation: lab.prompts.next, and stages that update nothing, before it"
     first, *others = front(graph) or (None,)
     wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
@@ -58,19 +58,19 @@ def check_can_run_ahead(graph: Graph) -> None:
 
 @contextmanager
 def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
-    """Run a stage inside, and note the position with its result: the journal has both in one entry, so that no update
-    is made twice, also by a later kernel, and no prompts or samples are drawn again."""
+    """Write the result of the stage that runs in this block and the algorithm's position to the journal as one entry,
+    so that neither this kernel nor a later one repeats an update or draws the same prompts or samples again."""
     whole = isinstance(stage.function, GroupOperation) or stage.role == "prompts"
     with ExitStack() as stack:
         if whole:
             stack.enter_context(uninterrupted())
-        if whole or not lab.runner.scheduler.overlaps:  # a function may wait, while other stages end
+        if whole or not lab.runner.scheduler.overlaps:  # else a function may wait while other stages end
             stack.enter_context(lab.runner.ownership.together(has_position=whole))
         yield
 
 
 def check_can_pause(graph: Graph) -> None:
-    """Raise `BadInput` where responses of this graph cannot go on in a later call."""
+    """Raise `BadInput` if a later call cannot resume the paused responses of this graph."""
     stages = front(graph)
     if len(stages) != 2 or stages[1].operation != "generate_sequences":
         raise BadInput(
@@ -90,11 +90,11 @@ def draw_ahead(
     generated_before: int | None = None,
     groups: int | None = None,
 ) -> Batch:
-    """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
+    """Run the stages up to generation for the next iteration that has no rollouts; see `Algorithm.draw_ahead`.
 
-    has_run: called with the name of each stage that was made. new_prompts: draw prompts; else only go on with what
-    paused. generated_before: go on with what was generated before this iteration; None: with all that paused. groups:
-    as many prompts; None: those of an iteration.
+    has_run: called with the name of each stage that has run. new_prompts: draw prompts; if False, only resume paused
+    responses. generated_before: resume only responses that were last generated before this iteration; None: all paused
+    ones. groups: the number of prompts to draw; None: as many as an iteration draws.
     """
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
@@ -124,7 +124,7 @@ def draw_ahead(
 
 
 def join_paused(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, paused: Sequence[WaitingRollouts]) -> None:
-    """Have responses that paused go on beside those that `found` begins; what it is of then waits in their place."""
+    """Put paused responses and the new prompts of `found` into one batch; in the buffer `found` replaces `paused`."""
     prompts, generation = stages
     rows = [one.made[generation.name] for one in paused]
     asked = [one.made[prompts.name] for one in paused]
@@ -151,7 +151,7 @@ def join_paused(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, pause
 
 
 def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> Stage:
-    """The generation of `found` as it is called where responses pause, or go on."""
+    """Return the generation stage with `pause_after`, and with `resume=True` if `found` resumes paused responses."""
     kwargs = stage.kwargs if pause_after is None else {**stage.kwargs, "pause_after": pause_after}
     if BEGUN not in found.made:
         return replace(stage, kwargs=kwargs)
@@ -160,7 +160,7 @@ def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> St
 
 
 def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
-    """Go on with responses that paused until the groups of an iteration are whole. draw: goes on with all of them."""
+    """Resume paused responses until an iteration's groups are complete. draw: resumes all paused responses once."""
     stages, buffer = front(graph), lab.buffer
     names = tuple(stage.name for stage in stages)
     while stages and buffer.count(names) < groups_of(stages):
@@ -171,15 +171,15 @@ def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
 
 
 def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
-    """Begin an iteration with rollouts that wait: what its stages up to generation made, and what left the buffer.
-    Nothing where too few wait."""
+    """Begin an iteration with rollouts from the buffer: return the batches of its stages up to generation, and the
+    entries taken out. Too few: the entry whose generation has not ended, if there is one; else {}, []."""
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     if not stages or stages[0] is not graph.stages[0] or stages[0].role != "prompts":
         return {}, []
     if buffer.count(names) < groups_of(stages):
         begun = [found for found in buffer.waiting if found.stages == names and not found.whole][:1]
-        for found in begun:  # its prompts are drawn; it generates now
+        for found in begun:  # its prompts have been drawn; its generation runs in this iteration
             lab.prompts.begin()
             buffer.waiting.remove(found)
             counters.last_metrics.update(found.metrics)
@@ -190,7 +190,7 @@ def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRol
     taken = buffer.take_out(chosen)
     counters.last_metrics.update(found.metrics)
     told = found.metrics.get(names[-1], MetricValues())
-    if "ending_paused/fraction" in told:  # they are of the other responses of those calls, too
+    if "ending_paused/fraction" in told:  # the calls' metrics also cover responses that were not taken: compute anew
         of_these = reported(rollout_metrics(found.rollouts.fetch(["response_mask", "ending"])))
         kept = {name: value for name, value in told.items() if name not in PART_METRICS}
         counters.last_metrics[names[-1]] = MetricValues({**kept, **of_these})
@@ -206,15 +206,15 @@ def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRol
 
 
 def groups_of(stages: Sequence[Stage]) -> int:
-    """How many prompts an iteration draws. stages: those up to generation."""
+    """The number of prompts that an iteration draws. stages: its stages up to generation."""
     first = stages[0]
     return int(first.kwargs.get("n", first.args[0] if first.args else 0))
 
 
 def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) -> None:
-    """Generate ahead as long as rollouts that are begun now are at most so many iterations behind when they are drawn.
-    The rollouts of the iteration under way have been drawn. draw: generates for one more iteration. Responses that have
-    paused are given one more part an iteration."""
+    """Generate ahead while new rollouts will be at most `staleness` iterations old when an iteration draws them. The
+    current iteration has already drawn its own. draw: generates for one more iteration. Each paused response is
+    resumed once per iteration."""
     stages, iteration = front(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
     while (room := staleness * groups - buffer.count(names, paused=True)) > 0:

@@ -1,4 +1,4 @@
-"""ArCHer (Zhou et al. 2024, arXiv:2402.19446): a critic over turns, a policy gradient over tokens, on policy."""
+"""ArCHer (Zhou et al. 2024, arXiv:2402.19446): a turn-level critic and a token-level policy gradient, on policy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from workbench.support.validation import NonNegativeFloat, PositiveFloat, Positi
 class ArCHer(RolloutAlgorithm):
     """`ArCHer(lab, sampling=wb.Sampling(environment=...)).run(n)`: n iterations of the lines in `define`.
 
-    High level: an action is a turn. The critic learns by temporal differences from turn to turn, V(s_k) towards
-    r_k + gamma V(s_{k+1}), whose V is that from before the update. Low level: the tokens of a turn share the advantage
-    r_k + gamma V(s_{k+1}) - V(s_k) of the critic that has just been updated, and REINFORCE sums over them.
+    High level: an action is a turn. The critic learns by temporal differences from turn to turn: V(s_k) is trained
+    towards r_k + gamma V(s_{k+1}), with V from before the update. Low level: all tokens of a turn have the advantage
+    r_k + gamma V(s_{k+1}) - V(s_k), with V from after the update, and REINFORCE sums over the tokens.
 
-    What the paper has and this has not: rollouts of earlier policies (its critic learns from a replay buffer; here each
-    iteration's rollouts are used once, so the values are those of the present policy); a second network Q(s, a) beside
-    V(s) (here Q is its one-step backup on the sampled transition, which is the same where the environment answers
-    alike to the same turn); the smaller of two critics; a target critic that follows slowly (here it is the critic at
-    the beginning of the iteration); a token-level baseline. Values inside a turn are learned too, and are not read.
+    Parts of the paper that this class does not have: rollouts of earlier policies (the paper's critic learns from a
+    replay buffer; here each iteration's rollouts are used once, so the values are those of the current policy); a
+    second network Q(s, a) beside V(s) (here Q is its one-step backup on the sampled transition, which is the same if
+    the environment is deterministic); the minimum of two critics; a slowly updated target critic (here the target is
+    the critic at the beginning of the iteration); a token-level baseline. Values inside a turn are learned, not used.
 
-    samples: conversations a prompt. sampling: needs an environment. reward: a function of the reward role in place of
-    the environment's rewards. lam: 0 is the paper's one-step difference; more of it trusts the critic less, as GAE
-    does. kl_coefficient: of the penalty against the reference; at 0 no reference is needed. critic_epochs: passes of
-    the critic over a batch, before the policy's. clip, epochs: of the policy's update, from its second optimizer step
-    on. Other fields: as in `PPO`.
+    samples: conversations per prompt. sampling: needs an environment. reward: a function of the reward role that
+    replaces the environment's rewards. lam: 0 is the paper's one-step difference; a larger lam relies less on the
+    critic, as in GAE. kl_coefficient: weight of the penalty against the reference; at 0 no reference is needed.
+    critic_epochs: the critic's passes over a batch, before the policy's. clip, epochs: for the policy's update; clip
+    has an effect from its second optimizer step on. Other fields: as in `PPO`.
     """
 
     gamma: float = 0.95

@@ -1,4 +1,4 @@
-"""One batch under several algorithms: each arm from the same weights, with the results side by side."""
+"""Compare algorithms on one batch (`lab.compare`): each arm starts from the same weights; results are side by side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What one algorithm made of the batch. ran, taken: stages that were run, and that were taken from the batch."""
+    """The result of one algorithm. ran: stages that were run. taken: stages whose columns the batch already had."""
 
     name: str
     batch: Batch
@@ -45,11 +45,11 @@ class Arm:
 
 
 def downstream(graph: Graph, batch: Batch) -> list[str]:
-    """The stages that have to be run when `batch` is given: those whose columns it lacks, or has from other code or
-    other arguments, and all that read what these write. Rollouts, and columns that were put, count as given.
+    """Return the stages to run on `batch`: stages whose columns it lacks, or has from other code or arguments, and all
+    stages that read the columns of these. Rollouts, and columns from `lab.put`, count as present.
 
-    A function, or a batch's own method, has been run if a stage behind it has; one that was put in from a cell has not.
-    Where two stages write a column, the batch has it from the later one; which rows failed, all that can say write.
+    A function or a method of a batch has run if a stage that takes its output has; a stage edited in a cell has not.
+    If two stages write a column, the batch has it from the later one. `STATUS` columns are ignored: many write them.
     """
     last = {name: stage.name for stage in graph.stages for name in stage.writes}
     there: dict[str, bool] = {}
@@ -61,7 +61,7 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
         elif stage.role in ("batch", "notebook"):
             there[stage.name] = any(there[consumer.name] for consumer in graph.consumers(stage.name))
         else:
-            code = "" if stage.samples else stage.code  # rollouts are what is branched from, however they were drawn
+            code = "" if stage.samples else stage.code  # all arms share the rollouts, however these were generated
             right = ("", code) if code else None
             there[stage.name] = bool(columns) and all(
                 c is not None and (right is None or c.made_with in right) for c in columns
@@ -74,7 +74,7 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
 
 
 def _as_given(graph: Graph, batch: Batch) -> Graph:
-    """With updates that take the batch's `old_log_prob`, where it has one: it may be of older weights."""
+    """Set on_policy=False in updates if the batch has `old_log_prob`, which may come from older weights."""
     if "old_log_prob" not in batch.columns:
         return graph
     given = {"on_policy": False}
@@ -87,11 +87,10 @@ def _as_given(graph: Graph, batch: Batch) -> Graph:
 
 @stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
 def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
-    """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
+    """Run several algorithms on one batch: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
-    Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now, and
-    with the same prompts where it draws more of them; afterwards the roles, and the position of the prompts, are as
-    before.
+    Each arm runs the stages downstream of the batch's columns, from the current weights and optimizer states. Arms that
+    draw more prompts draw the same ones. Afterwards the roles and the position in the prompts are restored.
     """
     runner, plans = lab.runner, {}
     for name, algorithm in arms.items():
@@ -139,7 +138,7 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
 
 @contextlib.contextmanager
 def _named(arm: str) -> Iterator[None]:
-    """Inside, errors say whose they are."""
+    """Add the arm's name to errors raised inside."""
     try:
         yield
     except WorkbenchError as error:
@@ -152,7 +151,7 @@ def _named(arm: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison(Charted):
-    """Arms on the same batch. `df`: metrics by arm. `column(name)`: its mean in each row, by arm."""
+    """The results of all arms on one batch. `df`: metrics by arm. `column(name)`: the mean of each row, by arm."""
 
     batch: Batch
     arms: tuple[Arm, ...]
@@ -166,11 +165,11 @@ class Comparison(Charted):
 
     @property
     def df(self) -> pd.DataFrame:
-        """One row a metric, one column an arm; NaN where an arm has none of that name."""
+        """One row per metric, one column per arm; NaN if an arm does not have the metric."""
         return pd.DataFrame({arm.name: dict(arm.metrics) for arm in self.arms})
 
     def column(self, name: str = "advantages") -> pd.DataFrame:
-        """One row a response, one column an arm: the mean of a column of numbers over the response's tokens."""
+        """Return the mean of a numeric column over each response's tokens: one row per response, one column per arm."""
         if name not in self._frames:
             found = {}
             for arm in self.arms:
@@ -180,7 +179,7 @@ class Comparison(Charted):
                     found[arm.name] = [float(np.mean(row)) if np.size(row) else float("nan") for row in rows]
             if not found:
                 raise BadInput(f"column {name!r}", "no arm has it")
-            # arms may have made other numbers of rows
+            # arms may have different numbers of rows
             self._frames[name] = pd.DataFrame({arm: pd.Series(values) for arm, values in found.items()})
         return self._frames[name]
 
@@ -189,7 +188,7 @@ class Comparison(Charted):
         return f"<Comparison of {names} on {self.batch.name}: {len(self.df)} metrics>"
 
     def _compared(self) -> tuple[list[str], list[str]]:
-        """Columns of numbers that arms have: those that differ, and those that are the same in all."""
+        """Return the numeric columns that differ between arms, and the columns that are equal in all arms."""
         there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
         frames = {name: self.column(name) for name in there}
         equal = {name: all(one[arm].equals(one.iloc[:, 0]) for arm in one) for name, one in frames.items()}
@@ -197,7 +196,7 @@ class Comparison(Charted):
         return [name for name in there if name not in same], same
 
     def charts(self) -> list[Chart]:
-        """Each arm's numbers sorted, from its smallest to its largest, so that arms of other sizes compare."""
+        """Return a chart per differing column, each arm's values sorted so that arms of different sizes compare."""
         charts = []
         for name in self._compared()[0]:
             curves = list[Curve]()

@@ -1,4 +1,4 @@
-"""`lab.buffer`: rollouts that wait to be trained on.
+"""`lab.buffer`: rollouts that wait until an iteration trains on them.
 
     generation  ── add ──>  iteration 7   iteration 8   iteration 9  ── draw ──>  training
                             4 groups      4 groups      4 groups
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Buffer:
     """`lab.buffer`: groups of rollouts, oldest first. A group is the responses to one prompt.
 
-    `priority`: None draws the oldest groups first. A function of the frame that `groups()` gives returns a number for
-    each group: the largest are drawn first, and equal ones by age. `len` counts groups.
+    `priority`: None draws the oldest groups first. A function takes the frame of `groups()` and returns a number per
+    group: groups with the largest numbers are drawn first, equal numbers by age. `len` counts groups.
     """
 
     def __init__(self, counters: Counters, note_change: NoteChange) -> None:
@@ -44,21 +44,20 @@ class Buffer:
         self._priority = AssignedFunction("lab.buffer.priority", "draws the oldest first", note_change)
         self.waiting: list[WaitingRollouts] = []
 
-    # --- what may start -----------------------------------------------------------------------------------------------
+    # --- start of generation, and additions ---------------------------------------------------------------------------
 
     def may_start(self, groups: PositiveInt, max_staleness: NonNegativeInt) -> bool:
-        """Whether generation for one more iteration of so many groups may start, before the rollouts of this iteration
-        are drawn: drawn oldest first, they are then at most `max_staleness` iterations behind the weights that they
-        train.
+        """Whether generation of `groups` more groups may start before the current iteration has drawn its rollouts.
+        If so, and if the oldest groups are drawn first, the new ones will be at most `max_staleness` iterations older
+        than the weights that they train.
 
-        It decides what starts, and nothing else: rollouts that are there are never thrown away for their age.
+        This only limits what starts: rollouts in the buffer are never thrown away for their age.
         """
         return self.count(paused=True) <= groups * max_staleness
 
     def add(self, batch: Batch) -> None:
-        """Have a batch with `response_ids` and `prompt_uid` wait, for `draw`. Raises `UnknownColumn` for other batches.
-
-        An algorithm's `run` draws what it generated itself, by `run` or `draw_ahead`.
+        """Put a batch with `response_ids` and `prompt_uid` into the buffer, for `draw`; other batches raise
+        `UnknownColumn`. An algorithm's `run` does not draw it: it draws only rollouts that `run` or `draw_ahead` made.
         """
         batch.need(("prompt_uid", "response_ids"), "lab.buffer.add")
         iteration = int(batch.meta.get("iteration", self._counters.iteration))
@@ -75,7 +74,7 @@ class Buffer:
 
     @property
     def priority(self) -> Priority | None:
-        """Which groups are drawn first. After a restore and `wb.attach` it has to be assigned again before a draw."""
+        """The function that orders groups for draws. After a restore or `wb.attach`, assign it again before a draw."""
         return self._priority.function
 
     @priority.setter
@@ -89,18 +88,18 @@ class Buffer:
 
     @property
     def priority_name(self) -> str | None:
-        """The name of the function that decides, which checkpoints keep, and later kernels."""
+        """The name of the `priority` function, for checkpoints and later kernels, which cannot keep the function."""
         return self._priority.name
 
     def draw(self, groups: PositiveInt, *, keep: bool = False) -> Batch:
-        """A batch of that many whole groups, by `priority`; they leave the buffer. keep: they stay, and may be drawn
-        again; `times_drawn` counts it.
+        """Take `groups` complete groups out of the buffer, by `priority`, and return them as one batch. keep: leave
+        them in the buffer, where they can be drawn again; `times_drawn` counts the draws.
 
-        Groups that different weights drew come as one batch, whose meta has the oldest `weights_version`. Raises
-        `BadInput` where fewer groups wait, or where they do not have the same columns.
+        If the groups come from different weights, the batch's meta has the oldest `weights_version`. Raises `BadInput`
+        if fewer groups wait, or if the groups do not have the same columns.
         """
         chosen = self.choose(groups)
-        found = rollouts_of(chosen, self._counters.iteration)  # before anything is changed: it may be refused
+        found = rollouts_of(chosen, self._counters.iteration)  # first, before any change: this may raise
         if not keep:
             self.take_out(chosen)
         for one, uids in chosen if keep else ():
@@ -108,7 +107,7 @@ class Buffer:
         return found.rollouts
 
     def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
-        """The groups that `draw` would give. stages: only what these made; None: all."""
+        """Return the groups that `draw` would take. stages: only groups made by these stages; None: all groups."""
         self._priority.check(f"lab.buffer.draw({groups})")
         fitting = [found for found in self.waiting if found.made_by(stages) and not found.paused]
         if (there := self.count(stages)) < groups:
@@ -145,7 +144,7 @@ class Buffer:
         return [(found, None if len(uids) == len(found.versions()) else uids) for found, uids in chosen.values()]
 
     def take_out(self, chosen: Chosen) -> list[WaitingRollouts]:
-        """Have groups leave the buffer; what left."""
+        """Take groups out of the buffer and return them."""
         taken = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
         for found, uids in chosen:
             place = next(n for n, other in enumerate(self.waiting) if other is found)
@@ -154,12 +153,12 @@ class Buffer:
         return taken
 
     def put_back(self, taken: Sequence[WaitingRollouts]) -> None:
-        """Have what `take_out` gave wait again, before all others."""
+        """Put groups that `take_out` returned back into the buffer, in front of all others."""
         self.waiting[:0] = taken
 
     def part_paused(self, stages: Sequence[str], generated_before: int | None = None) -> list[WaitingRollouts]:
-        """Part the groups that these stages made, and that are whole, from those with a response that has paused; the
-        latter. generated_before: only what was generated before this iteration."""
+        """Split complete groups made by these stages from groups with a paused response, and return the latter.
+        generated_before: only groups that were last generated before this iteration."""
         waiting, paused = list[WaitingRollouts](), list[WaitingRollouts]()
         for found in self.waiting:
             mine = found.made_by(stages) and (generated_before is None or found.generated_in < generated_before)
@@ -173,25 +172,25 @@ class Buffer:
         return paused
 
     def count(self, stages: Sequence[str] | None = None, *, paused: bool = False) -> int:
-        """How many groups wait that these stages made; None: all. paused: those with a response that has paused, too;
-        it does not wait for responses."""
+        """The number of waiting groups made by these stages; None: by any. paused: also count groups with a paused
+        response; this does not block until responses are generated."""
         made = (found for found in self.waiting if found.made_by(stages))
         return sum(found.group_count for found in made if paused or not found.paused)
 
     @property
     def under_way(self) -> int:
-        """How many groups cannot be drawn yet: a response of theirs has paused, or is generated."""
+        """The number of groups that cannot be drawn yet, because a response has paused or is being generated."""
         begun = (found.group_count for found in self.waiting if found.made and not found.whole)
         return self.count(paused=True) - self.count() + sum(begun)
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
-        """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
-        optimizer steps; None: all."""
+        """Throw groups away and return how many. older_than: only groups with a token that is more optimizer steps
+        older than the actor's weights; None: all."""
         kept, most = list[WaitingRollouts](), -1 if older_than is None else older_than
         for found in self.waiting if older_than is not None else ():
             if not found.whole or self.age(found) <= most:
                 kept.append(found)
-            elif "token_versions" in found.rollouts.names:  # groups of several weights
+            elif "token_versions" in found.rollouts.names:  # the groups may come from different weights
                 young = [uid for uid, version in found.versions().items() if self._steps_since(version) <= most]
                 kept += [found.with_groups(young)] if young else []
         before, after = (sum(found.group_count for found in all_ if found.whole) for all_ in (self.waiting, kept))
@@ -199,14 +198,14 @@ class Buffer:
         return before - after
 
     def forget_unmade(self) -> None:
-        """Leave out what stages that were stopped, or failed, never made."""
+        """Remove batches that will never be made, because their stage was stopped or failed."""
         for found in self.waiting:
             found.forget_unmade()
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def age(self, found: WaitingRollouts) -> int:
-        """Optimizer steps that the actor has taken since the weights that drew it; 0 where these are not known."""
+        """The actor's optimizer steps since the weights that generated `found`; 0 if these weights are not known."""
         return self._steps_since(found.version)
 
     def _steps_since(self, version: int) -> int:
@@ -214,9 +213,9 @@ class Buffer:
         return 0 if actor is None or version == UNKNOWN else actor.steps - int(version)
 
     def df(self) -> pd.DataFrame:
-        """One row a response: `iteration` (the one that it was generated for last), `prompt_uid`, `weights_version` (of
-        each of its tokens, of several the oldest; -1 where it is not known), `age_steps` (optimizer steps of the actor
-        since then), `response_tokens`, `reward` (NaN before it is scored), `paused` (it goes on in a later iteration),
+        """Return a frame with one row per response: `iteration` (that it was last generated for), `prompt_uid`,
+        `weights_version` (the oldest among its tokens; -1 if unknown), `age_steps` (the actor's optimizer steps since
+        that version), `response_tokens`, `reward` (NaN before it is scored), `paused` (a later iteration resumes it),
         `times_drawn`, `batch`."""
         rows = [
             (found.iteration, uid, version, self._steps_since(version), *row, found.rollouts.id)
@@ -228,7 +227,8 @@ class Buffer:
         return pd.DataFrame(rows, columns=[*names, "times_drawn", "batch"])
 
     def groups(self) -> pd.DataFrame:
-        """One row a group, oldest first: as `df`, with means over its responses, and `rows`, how many these are."""
+        """Return a frame with one row per group, oldest first: columns as in `df`, with means over the group's
+        responses, and `rows`, the number of responses."""
         return self._frame([found for found in self.waiting if found.whole])
 
     def _frame(self, waiting: Sequence[WaitingRollouts]) -> pd.DataFrame:
@@ -255,7 +255,7 @@ class Buffer:
         return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"
 
     def _repr_html_(self) -> str:
-        """A bar for each age of what waits for an iteration, oldest first."""
+        """A chart of the waiting rollouts' ages, one bar per iteration and age, oldest first."""
         frame = self.df()
         if frame.empty:
             return "<div>nothing waits in the buffer</div>"
@@ -276,7 +276,7 @@ class Buffer:
     # --- for checkpoints and later kernels ----------------------------------------------------------------------------
 
     def state(self, keep: Callable[[Batch], Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-        """What waits, as plain values. keep: how a batch is kept; None: it is not."""
+        """Return the buffer's entries as plain values. keep: returns how a batch is kept; None: it is not kept."""
         states = []
         for found in self.waiting:
             kept = {stage: value for stage, batch in found.made.items() if (value := keep(batch)) is not None}
@@ -290,7 +290,7 @@ class Buffer:
         priority: str | None,
         read: Callable[[Mapping[str, Any]], Batch | None],
     ) -> None:
-        """Go on with what `state` gave, and with `priority_name`. read: the batch that is kept so; None: it is gone."""
+        """Restore entries from `state` and a `priority_name`. read: returns a batch that was kept; None: it is gone."""
         self._priority.go_on(priority)
         self.waiting = []
         for state in states:

@@ -1,4 +1,4 @@
-"""DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO that clips higher, samples on, and counts tokens alike."""
+"""DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO with a higher upper clip, dynamic sampling and a token-level mean."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from workbench.support.validation import NonNegativeInt
 class DAPO(RolloutAlgorithm):
     """`DAPO(lab).run(n)`: n iterations of the lines in `define`.
 
-    Against GRPO: unequal clip bounds, a mean over all tokens of the batch, a penalty for responses that run into their
-    limit, and dynamic sampling, see `dynamic_sampling`; no KL.
+    Differences from GRPO: unequal clip bounds, a mean over all tokens of the batch, a penalty for responses that reach
+    the length limit, dynamic sampling (see `dynamic_sampling`), and no KL.
 
-    prompts: prompts an update; samples: at least 2. rounds: how often more prompts may be drawn in an iteration.
-    overlong_buffer: tokens before `sampling.max_new_tokens` over which the penalty grows to 1; None: a fifth of these,
-    as in the paper; 0: no penalty. Other fields: as in `PPO`.
+    prompts: prompts per update. samples: at least 2. rounds: how often an iteration may draw more prompts.
+    overlong_buffer: the penalty grows from 0 to 1 over this many tokens before `sampling.max_new_tokens`; None: a
+    fifth of `max_new_tokens`, as in the paper; 0: no penalty. Other fields: as in `PPO`.
     """
 
     samples: GroupSize = 8
@@ -42,7 +42,7 @@ class DAPO(RolloutAlgorithm):
 
     def __post_init__(self) -> None:
         self.need("reward")
-        # it gives as many rows as it is given
+        # dynamic_sampling returns as many rows as it takes
         self._check_rows({"dynamic_sampling": self.prompts * self.samples})
 
     def define(self, lab: Lab) -> None:
@@ -67,19 +67,19 @@ class DAPO(RolloutAlgorithm):
         )
 
     def dynamic_sampling(self, batch: Batch) -> Batch:
-        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough. The
-        rewards of rows that failed do not count.
+        """Keep groups whose rewards differ, and draw more prompts until the batch has its size again. Rewards of failed
+        rows do not count.
 
-        More go through the stages before this one as the graph has them, with its edits. After `rounds` further draws
-        what is missing is made up of groups without variance, spread over the batch so that each minibatch has its
-        share of them, and the batch keeps its size: all they teach is the overlong penalty, where their responses
-        differ in it, and without one every step is smaller by their share of the tokens.
-        Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
-        without variance in the batch), `rewards/mean`, `rewards/interval95` and `failed/fraction` over all that was
-        drawn; the stages before this one have reported those of the last draw alone.
+        Further prompts go through the graph's stages before this one, edits included. If groups are still missing after
+        `rounds` further draws, groups without variance fill the batch up to its size, spread so that each minibatch has
+        its share of them. They only teach the overlong penalty, where their responses differ in it; with no penalty,
+        they make every step smaller by their share of the tokens.
+        Metrics: `rounds`, `kept/fraction` (rows of groups with variance among all rows drawn), `filled/fraction` (rows
+        of groups without variance in the batch), and `rewards/mean`, `rewards/interval95` and `failed/fraction` over
+        all draws; the stages before this one report these for the last draw only.
 
-        Where a further draw failed or was stopped, the same call goes on with it: until this stage is over, what the
-        draws have made is in `made` beside the stages, as "compute_reward (draw 2)".
+        If a further draw fails or is stopped, the same call continues it: until this stage has ended, the batches of
+        the draws are in `made` beside those of the stages, under names like "compute_reward (draw 2)".
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
@@ -87,7 +87,7 @@ class DAPO(RolloutAlgorithm):
         kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
         drawn = rows = rounds = 0
         kept_made = self.made if self.made.get(source) is batch and not lab.telemetry.aside else {}
-        further: list[str] = []  # their names in it
+        further: list[str] = []  # names of the further draws' stages in `kept_made`
         while True:
             scores_N, varied_N, uids_N = _varied(batch)
             scores.append((scores_N, uids_N))
@@ -122,9 +122,9 @@ class DAPO(RolloutAlgorithm):
 
 
 def _spread(uids: np.ndarray, kept: int) -> np.ndarray:
-    """The order of rows in which the groups after the first `kept` rows are dealt evenly among those before.
+    """Return an order of rows that spreads the groups after the first `kept` rows evenly among the groups before.
 
-    uids: of the prompts; the rows of one stand side by side.
+    uids: each row's prompt; the rows of a prompt are contiguous.
     """
     groups = np.split(np.arange(len(uids)), np.flatnonzero(np.diff(uids)) + 1)
     first = sum(group[0] < kept for group in groups)
@@ -133,7 +133,8 @@ def _spread(uids: np.ndarray, kept: int) -> np.ndarray:
 
 
 def _means(drawn: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """The mean of the scores of all draws, 0 of none, and half the width of its interval. drawn: scores, prompts."""
+    """Return the mean score of all draws (0 if there is none) and half the width of its 95% interval. drawn: scores and
+    prompt uids of each draw."""
     scores_N, uids_N = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     _, groups_N = uids_N.unique(return_inverse=True)
     totals, counts = (torch.bincount(groups_N, weights).tolist() for weights in (scores_N.double(), None))
@@ -143,8 +144,8 @@ def _means(drawn: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
 
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The score of each valid response; of each response, whether the valid ones to its prompt differ in it; and the
-    prompt of each valid response."""
+    """Return the score of each valid response; for each response, whether the valid responses to its prompt have
+    different scores; and the prompt uid of each valid response."""
     status = ["valid"] if "valid" in batch.names else []
     table = batch.fetch(["rewards", "prompt_uid", "response_mask", *status])
     rewards, uids = table["rewards"], numbers_in(table, "prompt_uid")

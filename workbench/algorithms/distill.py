@@ -24,21 +24,21 @@ from workbench.workers.user_loss import check_names
 class Distill(Algorithm):
     """`Distill(lab).run(n)`: n iterations of the lines in `define`. The actor is the student.
 
-    The student answers prompts, the teacher says at each token of the answers which tokens it would have taken, and the
-    student learns that distribution. `lab.teacher.compute_teacher_log_prob` and `lab.actor.update_distill` do the same
-    on `lab.demonstrations(...).next(64)`, which is distillation on given answers.
+    The student answers prompts, the teacher computes its own distribution at each token of the answers, and the student
+    learns that distribution. To distill on given answers, call `lab.teacher.compute_teacher_log_prob` and
+    `lab.actor.update_distill` on `lab.demonstrations(...).next(64)`.
 
-    prompts: prompts an iteration; samples: responses a prompt. beta: 1 for the reverse KL, 0 for the forward KL,
-    between them the generalised Jensen-Shannon divergence. top_k: the teacher's likeliest tokens at each position,
-    which are told apart; all others are one more outcome. teacher: the role that is asked. teacher_prompt: a function
-    that gives the prompt which the teacher reads, a text or messages; it is called in the notebook, with `prompt` and
-    the data set's other columns by name. None: the student's prompt. epochs: over each batch.
+    prompts: prompts per iteration; samples: responses per prompt. beta: 1 for the reverse KL, 0 for the forward KL,
+    between them the generalised Jensen-Shannon divergence. top_k: at each position, the teacher's k likeliest tokens
+    are separate outcomes; all other tokens are one outcome. teacher: the teacher's role. teacher_prompt: a function
+    that returns the teacher's prompt, a text or messages; it is called in the notebook, with `prompt` and the data
+    set's other columns by name. None: the student's prompt. epochs: over each batch.
 
-    Self-distillation: the same model as teacher, which sees more than the student, such as the answer
-    (teacher_prompt); with teacher="reference" an actor with an adapter has the model under it as its teacher.
+    Self-distillation: the teacher is the same model, but teacher_prompt shows it more than the student, for example the
+    answer. With teacher="reference", the teacher of an actor with an adapter is the model without the adapter.
 
     The teacher needs the actor's tokenizer: `wb.open` refuses another one. Models of one family may differ in the
-    number of token ids beyond it; those that the student lacks are left out.
+    number of token ids beyond the tokenizer's; ids that the student does not have are left out.
     """
 
     lab: Lab
@@ -71,7 +71,7 @@ class Distill(Algorithm):
         lab.actor.update_distill(batch, beta=self.beta, epochs=self.epochs)
 
     def tell_teacher(self, batch: Batch) -> Batch:
-        """The batch with what the teacher reads in place of the prompt, `teacher_prompt_ids`."""
+        """Return the batch with `teacher_prompt_ids`, which the teacher reads instead of the prompt."""
         assert self.teacher_prompt is not None and self.lab.prompts.source is not None
         prompts, told = self.lab.prompts.source, []
         columns = batch.fetch(["prompt", *(name for name in prompts.extra_columns if name in batch.names)])
@@ -82,7 +82,7 @@ class Distill(Algorithm):
         return batch.join(self.lab.put({"teacher_prompt_ids": Ragged.of(told, torch.int64)}))
 
     def _vocabulary(self) -> int | None:
-        """The student's number of token ids, where the teacher has more."""
+        """The student's number of token ids if the teacher has more; else None."""
         own, theirs = (
             Limits.of(self.lab.groups[role].spec.name).vocabulary  # type: ignore[arg-type]
             for role in ("actor", self.teacher)

@@ -16,8 +16,8 @@ class DPO(Algorithm):
 
     Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): a policy straight from pairs.
 
-    rows: pairs a batch, of `Training.minibatches` optimizer steps. beta: how strongly the actor is kept at the
-    reference. label_smoothing: the share of pairs whose label is taken to be wrong. epochs: over each batch.
+    rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: how strongly the actor is kept near
+    the reference. label_smoothing: the assumed share of pairs with a wrong label. epochs: over each batch.
     """
 
     lab: Lab

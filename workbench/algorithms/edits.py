@@ -1,4 +1,4 @@
-"""The stages of an algorithm as a graph, and changes of it from a cell or a panel."""
+"""Build the graph of an algorithm's stages by tracing `define`, and let a cell or a panel change that graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
 
 
 class TracedBatch(StandIn):
-    """A stand-in for a batch: it can be given to stages, and its methods become stages."""
+    """A stand-in for a batch while `define` is traced: stages accept it, and calls of its methods become stages."""
 
     def __init__(self, tracer: Tracer, stage: str) -> None:
         super().__init__(stage)
@@ -72,7 +72,7 @@ def _looks_at(what: str) -> BadInput:
 
 
 class TracedGroup:
-    """A stand-in for a role: its operations are recorded."""
+    """A stand-in for a role while `define` is traced: it records calls of the role's operations."""
 
     def __init__(self, tracer: Tracer, group: WorkerGroup) -> None:
         self._tracer, self._group = tracer, group
@@ -95,7 +95,7 @@ class TracedGroup:
 
 
 class Tracer(StageNames):
-    """Stands in for a workbench while the lines of an algorithm are run to see what they call."""
+    """A stand-in for a workbench: `define` runs on it, and it records the stages that `define` calls."""
 
     def __init__(self, lab: Lab, title: str) -> None:
         self.title, self._lab = title, lab
@@ -108,7 +108,7 @@ class Tracer(StageNames):
             return partial(self.call, lab.compute_advantages)
         if name in lab.groups:
             return TracedGroup(self, lab.groups[name])
-        value = getattr(lab, name)  # plain values, such as the seed; and the error for a role that is not there
+        value = getattr(lab, name)  # plain values, such as the seed; raises for a role that does not exist
         if callable(value):
             raise BadInput(
                 f"{self.title}: lab.{name} in define",
@@ -124,7 +124,7 @@ class Tracer(StageNames):
         return self.note(Stage(name="prompts", role="prompts", operation="prompts", args=(n,), writes=columns))
 
     def apply(self, function: Callable[..., Any], *batches: StandIn, **kwargs: Any) -> TracedBatch:
-        """A function of batches, as a stage; or the `next` of a stream of examples, whose columns are known."""
+        """Record a stage: a function of batches, or the `next` of a stream of examples, whose columns are known."""
         stream = getattr(function, "__self__", None)
         if isinstance(stream, ExampleStream):
             kind, writes = stream.examples.kind, stream.columns
@@ -158,7 +158,7 @@ class Tracer(StageNames):
         return TracedBatch(self, name)
 
     def graph(self) -> Graph:
-        """The recorded stages, checked."""
+        """Return the graph of the recorded stages, after checking their columns."""
         if not self.stages:
             raise BadInput(
                 f"{self.title}: no stage was called", "its lines call stages of the workbench they are given"
@@ -168,10 +168,10 @@ class Tracer(StageNames):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An argument of a stage. default: the operation's own; `inspect.Parameter.empty` where it has none. source: where
-    the value comes from, in words. field: of the algorithm, which gives the value: "clip", "sampling.temperature".
-    in_effect: what a value stands for that does not say it all: a loss's own clip for None, the weights of all
-    components of a reward; else empty."""
+    """An argument of a stage. default: the operation's default; `inspect.Parameter.empty` if it has none. source: where
+    the value comes from, in words. field: the algorithm's field that the value comes from: "clip",
+    "sampling.temperature". in_effect: what is used if the value alone does not say it: the loss's own clip for None,
+    the weights of all components of a reward; else ""."""
 
     name: str
     value: Any
@@ -182,7 +182,7 @@ class Argument:
 
 
 def in_effect(values: Mapping[str, Any]) -> dict[str, str]:
-    """By argument of a stage, what its value stands for. values: of all of its arguments."""
+    """Return `Argument.in_effect` by argument name. values: all arguments of the stage."""
     found = {name: f"{clip:g}" for name, clip in clips_in_effect(values).items() if values.get(name) is None}
     if "weights" in values and isinstance(values.get("function"), Mapping):
         weights = weights_in_effect(values["function"], values["weights"])
@@ -191,13 +191,13 @@ def in_effect(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fields_of(algorithm: Any, stage: str) -> dict[str, str]:
-    """By argument, the field that it comes from: `define` is traced once for each field, with a mark in its place."""
+    """Return each argument's field: trace `define` once per field, with a mark as its value; look for the mark."""
     found: dict[str, str] = {}
     for path, name, value, marked in _marked_fields(algorithm):
         trial = object.__new__(type(algorithm))
         trial.__dict__.update(algorithm.__dict__, **{name: value, "_live": False})
         tracer = Tracer(algorithm.lab, type(algorithm).__name__)
-        with suppress(Exception):  # a mark is no value for all that a `define` may do: what was traced before counts
+        with suppress(Exception):  # `define` may fail on a mark: then the stages traced before the failure are used
             trial.define(tracer)
         for traced in tracer.stages:
             if traced.name == stage:
@@ -206,8 +206,8 @@ def fields_of(algorithm: Any, stage: str) -> dict[str, str]:
 
 
 def _marked_fields(algorithm: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    """For each field of settings, and each field: its path, the field of the algorithm, its value with a mark in it,
-    the mark."""
+    """Yield, for each field and each field of its settings: the path, the algorithm's field, that field's value with a
+    mark in it, and the mark."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
         if field.name == "lab":
@@ -220,32 +220,32 @@ def _marked_fields(algorithm: Any) -> Iterator[tuple[str, str, Any, Any]]:
         yield field.name, field.name, marked, marked
 
 
-Once = Mapping[str, Mapping[str, Any]]  # arguments of the next run of a stage alone, by stage
+Once = Mapping[str, Mapping[str, Any]]  # by stage, the arguments for its next run only
 
 
 @checks_calls("algo")
 class StageEdits(LiveFields, ABC):
-    """Base of the algorithms: `graph` is what `define` calls, with all that was changed since."""
+    """Base of the algorithms: `graph` has the stages that `define` calls, with all changes made to them since."""
 
     _made: dict[str, Any]
     _edits: list[Callable[[Graph], Graph]]
-    _once: Once = MappingProxyType({})  # replaced as a whole: a panel's thread changes it, too
+    _once: Once = MappingProxyType({})  # always replaced as a whole: a panel's thread may change it at the same time
     _under_way = False  # an iteration has begun and is not over
-    # by stage, the arguments that `replace` gave; None: a function took the stage's place
+    # by stage, the arguments given to `replace`; None: a function replaced the stage
     _replaced: dict[str, dict[str, Any] | None]
 
     @abstractmethod
     def define(self, lab: Any) -> None:
-        """The stages of one iteration. `graph` also runs it on stand-ins, so it must not read the rows of a batch."""
+        """Call the stages of one iteration. `graph` runs this on stand-ins, so it must not read the rows of a batch."""
 
     @property
     def made(self) -> dict[str, Any]:
-        """What the stages of the newest iteration have made so far, by name: batches and metrics."""
+        """The results of the newest iteration's stages so far, by stage name: batches and metrics."""
         return self._made
 
     @property
     def under_way(self) -> bool:
-        """Whether an iteration has begun, and is not over."""
+        """Whether an iteration has begun and has not ended."""
         return self._under_way
 
     @abstractmethod
@@ -253,39 +253,39 @@ class StageEdits(LiveFields, ABC):
         """End the iteration."""
 
     def graph(self) -> Graph:
-        """The stages of one iteration, with the present fields and edits."""
+        """Return the stages of one iteration, with the current fields and edits."""
         return self._graph_with(self._once)
 
     def _graph_with(self, once: Once, lasting: Graph | None = None) -> Graph:
-        """With arguments of the next runs alone. lasting: the graph without them; default: the present one."""
+        """Return `lasting` with the arguments of `once`. lasting: default: the graph with the current edits."""
         graph = lasting or self._lasting_graph()
         for stage, arguments in once.items():
-            if stage in graph.names:  # a field may have taken it out
+            if stage in graph.names:  # a changed field may have removed the stage
                 graph = graph.replaced(stage, None, arguments)
         return graph
 
     def _written_graph(self) -> Graph:
-        """As `define` has it."""
+        """Return the graph of `define`, without edits."""
         tracer = Tracer(self.lab, type(self).__name__)
         with self._defining():
             self.define(tracer)
         return tracer.graph()
 
     def _lasting_graph(self) -> Graph:
-        """Without what holds for one run only."""
+        """Return the graph with all edits, but without the arguments of `once`."""
         graph = self._written_graph()
         for edit in self._edits:
             graph = edit(graph)
         return graph
 
     def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
-        """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
-        function of its batch that returns a batch. `algo.replace("update_actor", clip=0.1)`;
+        """Change arguments of a stage, or replace the stage by an operation such as `lab.actor.mine`, or by a function
+        that takes its batch and returns a batch. `algo.replace("update_actor", clip=0.1)`;
         `algo.replace("compute_reward", my_stage)`.
 
-        A stage that has run in this iteration runs again, with those that have run on what it made. `BadInput` where
-        one of them has updated a role. `lab.history.changes()` lists what was changed; numbers and texts
-        among the arguments are kept by checkpoints and for later kernels. Functions are not: run their cell again.
+        If the stage has run in this iteration, it runs again, and so do all stages that ran on its output; `BadInput`
+        if one of these has updated a role. `lab.history.changes()` lists the changes. Checkpoints and later kernels
+        keep arguments that are numbers or texts. They do not keep functions: run the function's cell again.
         """
         before = self.graph()
         self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
@@ -297,10 +297,10 @@ class StageEdits(LiveFields, ABC):
             self._note_edit(stage, None, function)
 
     def once(self, stage: str, /, **arguments: Any) -> None:
-        """Other arguments for the next run of a stage alone: `algo.once("update_actor", clip=0.1)`. After that run
-        those of before hold again. Checkpoints do not keep them; a `replace` of the stage takes them back.
+        """Change arguments for the next run of a stage only: `algo.once("update_actor", clip=0.1)`. After that run the
+        earlier arguments apply again. Checkpoints do not keep the change; a `replace` of the stage cancels it.
 
-        `lab.history.changes()` lists them, with "once" behind the setting.
+        `lab.history.changes()` lists the change, with "once" after the setting's name.
         """
         before = self.graph()
         wanted = {**self._once, stage: {**self._once.get(stage, {}), **arguments}}
@@ -313,8 +313,8 @@ class StageEdits(LiveFields, ABC):
         self._note_arguments(before, stage, arguments, " once")
 
     def arguments(self, stage: str) -> list[Argument]:
-        """All arguments with which a stage would run now, and where each comes from: a field, `define`, the operation's
-        default, or a change of this stage."""
+        """Return all arguments that the stage would run with now, and the source of each: a field, `define`, the
+        operation's default, or a change of this stage."""
         now, lasting, written = self.graph()[stage], self._lasting_graph()[stage], self._written_graph()
         first = written[stage].given_arguments if stage in written.names else {}
         fields = {} if lasting.edited or stage not in written.names else fields_of(self, stage)
@@ -337,8 +337,8 @@ class StageEdits(LiveFields, ABC):
         return found
 
     def change_argument(self, stage: str, name: str, value: Any, *, once: bool) -> None:
-        """Change an argument for the next run of the stage alone, or from now on: in the field that it comes from, else
-        as `replace` does. `BadInput`, with nothing changed, for a wrong value, and for an argument that there is not.
+        """Change an argument of a stage. once: for its next run only; else from now on, by setting the field that the
+        argument comes from, or by `replace`. A wrong value or an unknown argument raises `BadInput`, without a change.
         """
         known = {argument.name: argument for argument in self.arguments(stage)}
         if name not in known:
@@ -354,9 +354,9 @@ class StageEdits(LiveFields, ABC):
             self.replace(stage, **{name: value})
 
     def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
-        """Put a stage after another: an operation, or a function of the batch that returns a batch.
+        """Insert a stage after another stage: an operation, or a function that takes a batch and returns a batch.
 
-        `BadInput` where one behind it has run in this iteration.
+        Raises `BadInput` if a stage after the insertion has run in this iteration.
         """
         called = name or str(getattr(function, "__name__", type(function).__name__))
         names = self.graph().names
@@ -371,17 +371,17 @@ class StageEdits(LiveFields, ABC):
         self._note_edit(called, None, f"inserted after {after}")
 
     def remove(self, stage: str) -> None:
-        """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
-        what has run on what it made runs again, as in `replace`."""
+        """Remove a stage: stages that took its output take its input instead. If it has run in this iteration, the
+        stages that ran on its output run again, as in `replace`."""
         self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
         self._note_edit(stage, None, "removed")
 
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
-        """The arguments that `replace` gave, as far as a file can hold them."""
+        """Return the arguments given to `replace`, except those that a file cannot hold, such as functions."""
         return {stage: plain for stage, given in [*self._replaced.items()] if (plain := as_plain(given or {}))}
 
     def _take_arguments(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what `_kept_arguments` gave; what was replaced since stays as it is."""
+        """Apply the result of `_kept_arguments`; arguments that were replaced since then stay as they are."""
         for stage, arguments in kept.items():
             if (now := self._replaced.get(stage, {})) is None:
                 continue
@@ -390,7 +390,7 @@ class StageEdits(LiveFields, ABC):
             self._replaced[stage] = {**now, **new}
 
     def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
-        """Apply an edit. again: the stage whose output is out of date after it."""
+        """Apply an edit of the graph. again: the stage whose output is out of date after the edit."""
         before = self._lasting_graph()
         after = edit(before)  # raises for a wrong edit, before anything is changed
         stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
@@ -406,16 +406,16 @@ class StageEdits(LiveFields, ABC):
         self._edits.append(edit)
         for name in [name for name in self.made if name.partition(" (draw ")[0] in stale]:  # also DAPO's further draws
             del self.made[name]
-        if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
+        if self._under_way and all(name in self.made for name in after.names):  # the edit removed the remaining stages
             self._end()
 
     def _has_run(self, stage: str, once: Once) -> None:
-        """Forget what held for this run of a stage alone, unless it was changed meanwhile."""
+        """Drop the `once` arguments with which a stage has just run, unless they were changed meanwhile."""
         if stage in once and self._once.get(stage) is once[stage]:
             self._once = {name: arguments for name, arguments in self._once.items() if name != stage}
 
     def _once_without(self, stage: str, argument: str) -> Once:
-        """What holds for one run alone, without an argument of a stage."""
+        """Return the arguments given to `once`, without one argument of a stage."""
         rest = {name: value for name, value in self._once.get(stage, {}).items() if name != argument}
         others = {name: arguments for name, arguments in self._once.items() if name != stage}
         return {**others, stage: rest} if rest else others
@@ -437,7 +437,7 @@ class StageEdits(LiveFields, ABC):
 
 
 def _with_arguments(stage: str, arguments: Mapping[str, Any], graph: Graph) -> Graph:
-    """With those of the arguments that the stage takes, where the graph still has it."""
+    """Return the graph with the arguments that the stage takes; unchanged if the graph no longer has the stage."""
     if stage not in graph.names:
         return graph
     known = {**graph[stage].defaults, **graph[stage].given_arguments}

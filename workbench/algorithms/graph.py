@@ -1,4 +1,4 @@
-"""A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs."""
+"""The dataflow of an algorithm as a graph: its stages, the columns each reads and writes, and the role it runs on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.workers.user_loss import Asked
 
 
 class Mark:
-    """Stands for the value of a field while `define` is traced. It computes and compares as the value does."""
+    """Stands for a field's value while `define` is traced. It compares like the value and has its attributes."""
 
     def __init__(self, value: Any) -> None:
         self.marked = value
@@ -44,38 +44,38 @@ class Mark:
         return self
 
 
-# numbers and texts compute as what they are; True and None cannot be subclassed
+# marks of numbers and texts are of a subclass, so that they compute like the value; bool and None have no subclasses
 MARKED: dict[type, Any] = {
     kind: type(kind.__name__, (kind,), {"__deepcopy__": Mark.__deepcopy__}) for kind in (int, float, str)
 }
 
 
 def mark(value: Any) -> Any:
-    """An object that stands for this value, and is no other."""
+    """Return a new object that stands for this value, and that `is` tells apart from every other object."""
     made: Any = MARKED.get(type(value), Mark)(value)
     made.marked = value
     return made
 
 
 def unmarked(value: Any) -> Any:
-    """The value that a mark stands for; other values as they are."""
+    """Return the value that a mark stands for; any other value unchanged."""
     kinds: Any = (Mark, *MARKED.values())
     return value.marked if isinstance(value, kinds) else value
 
 
-KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
-MOST_ROWS = 10_000_000  # of a batch: their numbers alone are an array
+KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch that keep its number of rows
+MOST_ROWS = 10_000_000  # per batch: the rows' indices alone are an array
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One node: `operation` of `role` on the outputs of the stages `inputs`.
 
-    name: unique in its graph: as `reported_as` said, or the operation's; a second one is called operation_2.
+    name: unique in the graph: the name given to `reported_as`, or the operation's; a second one is called operation_2.
     role: a role of the workbench, "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an
-    iteration), "batch" (a batch's own method) or "notebook" (a function).
-    columns: what its batch has then; None where that is not known before it runs (after functions and a batch's own
-    methods), or it makes no batch.
+    iteration), "batch" (a method of a batch) or "notebook" (a function).
+    columns: the columns of the batch after the stage; None if they are not known before it runs (after functions and
+    methods of a batch).
     """
 
     name: str
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def code(self) -> str:
-        """A short text, equal for equal code and arguments; empty for what is no operation of a role."""
+        """A short text that is equal for equal code and arguments; "" unless the stage is an operation of a role."""
         operation = self.function
         if not isinstance(operation, GroupOperation):
             return ""
@@ -102,18 +102,18 @@ class Stage:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments of an operation of a role, checked; of other stages none."""
+        """All arguments, checked, if the stage is an operation of a role; {} for other stages."""
         operation = self.function
         return operation.arguments(self.args, self.kwargs)[0] if isinstance(operation, GroupOperation) else {}
 
     @property
     def _method(self) -> Callable[..., Any]:
-        """What draws prompts, or a batch's own method; its first parameter is the stream, or the batch."""
+        """The function that draws prompts, or the method of a batch; its first parameter is the stream or the batch."""
         return PromptStream.next if self.role == "prompts" else getattr(Batch, self.operation)
 
     @property
     def _parameters(self) -> list[inspect.Parameter]:
-        """What it takes beside batches."""
+        """The parameters of the stage's function other than its batches."""
         if isinstance(self.function, GroupOperation):
             signature, batches = self.function.__signature__, int(self.function.operation.takes_batch)
         elif self.function is None:
@@ -121,25 +121,25 @@ class Stage:
         else:
             try:
                 signature, batches = inspect.signature(self.function), len(self.inputs)
-            except (TypeError, ValueError):  # of some functions written in C
+            except (TypeError, ValueError):  # some functions written in C have no signature
                 return []
         return list(signature.parameters.values())[batches:]
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """By argument, what it is where none is given; `inspect.Parameter.empty` where one has to be."""
+        """The default of each argument; `inspect.Parameter.empty` if the argument is required."""
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return {p.name: p.default for p in self._parameters if p.kind not in several}
 
     @property
     def given_arguments(self) -> dict[str, Any]:
-        """What it is called with, by name; neither batches, nor arguments that have no names."""
+        """The given arguments by name, without batches and without arguments that have no name."""
         names = [p.name for p in self._parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         plain = {name: value for name, value in zip(names, self.args, strict=False) if not isinstance(value, StandIn)}
         return {**plain, **self.kwargs}
 
     def given(self, arguments: Mapping[str, Any]) -> Stage:
-        """Prompts, or a batch's own method, with other arguments; `BadInput` where it takes none of that name."""
+        """Return a "prompts" or "batch" stage with other arguments; `BadInput` for an argument it does not take."""
         signature, hints = inspect.signature(self._method), hints_of(self._method)
         names = list(signature.parameters)[1:]
         try:
@@ -149,11 +149,11 @@ class Stage:
         arguments = {name: checked(name, value, hints.get(name, Any)) for name, value in arguments.items()}
         if signature.parameters[names[0]].kind is inspect.Parameter.VAR_POSITIONAL:
             return replace(self, kwargs={**self.kwargs, **arguments})
-        # by name, so that a new value takes the place of one that was given by position
+        # all by name, so that a new value replaces one that was given by position
         return replace(self, args=(), kwargs={**dict(zip(names, self.args, strict=False)), **self.kwargs, **arguments})
 
     def call(self, lab: Lab, values: Mapping[str, Any]) -> Any:
-        """Run it. values: the batches of its inputs, by stage name."""
+        """Run the stage. values: the batches of its inputs, by stage name."""
         inputs = [values[name] for name in self.inputs]
         if self.role == "prompts":
             return (self.function or lab.prompts.next)(*self.args, **self.kwargs)
@@ -186,11 +186,11 @@ class Graph:
         return [stage.name for stage in self.stages]
 
     def consumers(self, name: str) -> list[Stage]:
-        """The stages that take the output of one."""
+        """Return the stages that take a stage's output."""
         return [stage for stage in self.stages if name in stage.inputs]
 
     def behind(self, name: str) -> list[str]:
-        """A stage and all that take its output, or the output of one that does."""
+        """Return a stage and all stages that depend on its output, directly or through others."""
         found = {self[name].name}
         for stage in self.stages:
             if found & set(stage.inputs):
@@ -198,9 +198,9 @@ class Graph:
         return [stage for stage in self.names if stage in found]
 
     def call(self, stage: Stage, lab: Lab, values: Mapping[str, Any]) -> Any:
-        """Run one of its stages. values: what earlier stages made, by name.
+        """Run a stage of this graph. values: the results of earlier stages, by name.
 
-        Raises `StageError` where later stages take a batch from it and it makes none.
+        Raises `StageError` if later stages take a batch from the stage, but it returns none.
         """
         made = stage.call(lab, values)
         takers = self.consumers(stage.name)
@@ -214,16 +214,16 @@ class Graph:
         return made
 
     def check_columns(self) -> None:
-        """Raise `BadInput` where an operation does not accept the columns that its batch will have. The columns of a
-        batch from a function are not known, and not checked."""
+        """Raise `BadInput` if an operation does not accept the columns that its batch will have. Batches from functions
+        are not checked, because their columns are not known."""
         for stage in self.stages:
             have = self[stage.inputs[0]].columns if stage.inputs else None
             if have is not None and isinstance(stage.function, GroupOperation):
                 stage.function.check_columns(stage.arguments, have)
 
     def check_corrections(self, title: str) -> None:
-        """Raise `BadInput` where a stage corrects for rollouts that an earlier stage samples from some tokens only, or
-        its loss compares with them. title: begins the message."""
+        """Raise `BadInput` if a stage corrects for the sampling distribution, or its loss reads `rollout_log_prob`, but
+        an earlier stage samples with truncation and keeps no sampling mask. title: the start of the message."""
         for stage in self.stages:
             given = stage.arguments if stage.samples else {}
             if (truncated := truncation(given)) and not keeps_mask(given):
@@ -237,11 +237,11 @@ class Graph:
     def check_open_updates(
         self, lab: Lab, what: str, made: Set[str], after: Graph, stale: Collection[str] = ()
     ) -> None:
-        """Raise `BadInput` where an update that an interrupt left between two of its steps would begin anew, and take
-        steps twice.
+        """Raise `BadInput` if a change would restart an update that an interrupt left between two optimizer steps: the
+        update would repeat the steps it has taken.
 
-        what: the change, for the message; after: the graph with it. made: the stages that have run; stale: those of
-        them that would run again.
+        what: the change, for the message. after: the graph with the change. made: the stages that have run. stale: the
+        stages among these that would run again.
         """
         opened = lab.runner.interrupted.open_updates()
         for stage in self.stages:
@@ -256,15 +256,15 @@ class Graph:
                 )
 
     def _left(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:
-        """The stages that have not run, up to one and with it, as texts of their code and arguments."""
+        """Return name, code and inputs of each stage up to and including `until` that has not run."""
         stages = self.stages[: self.names.index(until) + 1] if until in self.names else ()
         return [(stage.name, stage.code, stage.inputs) for stage in stages if stage.name not in made]
 
     def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
-        """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.
+        """Raise `BadInput` if the rows of a stage's batch cannot be divided among its ranks and minibatches.
 
-        title: begins the message. known: rows that functions give, by stage; stages behind an unknown number of rows
-        are not checked.
+        title: the start of the message. known: the number of rows that functions return, by stage. Stages after an
+        unknown number of rows are not checked.
         """
         rows: dict[str, int | None] = dict(known or {})
         for stage in self.stages:
@@ -289,20 +289,20 @@ class Graph:
                 raise BadInput(f"{title}: {stage.name}: {error.value}", error.rule, error.remedy) from None
 
     def edges(self) -> dict[str, set[str]]:
-        """For each stage, those whose columns it reads: fewer than those that its batch has been through."""
+        """Return, for each stage, the stages whose columns it reads: a subset of all stages that its batch passed."""
         made_by: dict[str, dict[str, str]] = {}
         found: dict[str, set[str]] = {}
         for stage in self.stages:
             columns = {column: maker for name in stage.inputs for column, maker in made_by[name].items()}
             found[stage.name] = {columns[column] for column in stage.reads if column in columns} or set(stage.inputs)
-            # what a function or a batch's method writes is not known: all that follows comes through it
+            # a function or a method of a batch may write any column: all later reads depend on it
             opaque = stage.role in ("batch", "notebook")
             made = dict.fromkeys(columns if opaque else stage.writes, stage.name)
             made_by[stage.name] = made if opaque else columns | made
         return found
 
     def replaced(self, name: str, function: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Graph:
-        """With other arguments for a stage, or with a function, or an operation, in its place."""
+        """Return the graph with other arguments for a stage, or with a function or an operation in its place."""
         old = self[name]
         if function is not None:
             new = replace(stage_of(function, name, old.inputs, (), arguments), edited=True)
@@ -313,7 +313,7 @@ class Graph:
         return self.checked([new if stage.name == name else stage for stage in self.stages])
 
     def inserted(self, after: str, function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Graph:
-        """With a stage between one and what takes its output."""
+        """Return the graph with a new stage between `after` and the stages that take its output."""
         before = self[after]
         if name in self.names:
             raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give name=")
@@ -326,7 +326,7 @@ class Graph:
         return self.checked(stages)
 
     def removed(self, name: str) -> Graph:
-        """Without a stage: what took its output takes its input."""
+        """Return the graph without a stage; the stages that took its output take its input instead."""
         gone = self[name]
         if not gone.inputs and self.consumers(name):
             raise BadInput(f"removing {name!r}", "nothing comes before it, and others need it")
@@ -334,14 +334,14 @@ class Graph:
         return self.checked([_rewired(stage, name, before) for stage in self.stages if stage.name != name])
 
     def checked(self, stages: Iterable[Stage]) -> Graph:
-        """The graph of these stages; `BadInput` where one lacks a column that it reads."""
+        """Return the graph of these stages; `BadInput` if a stage reads a column that its input does not have."""
         known: dict[str, tuple[str, ...] | None] = {}
         out = []
         for stage in stages:
             have = known[stage.inputs[0]] if stage.inputs else ()
             missing = [] if have is None else [column for column in stage.reads if column not in have]
             if missing:
-                if missing[0] not in SCHEMA and isinstance(stage.function, GroupOperation):  # a user's function asks
+                if missing[0] not in SCHEMA and isinstance(stage.function, GroupOperation):  # a user's function
                     stage.function.check_columns(stage.arguments, have or ())
                 maker = MADE_BY.get(missing[0])
                 near = f"call {maker} before it, and give it the batch that this returns" if maker else ""
@@ -372,7 +372,7 @@ def _rewired(stage: Stage, old: str, new: str) -> Stage:
 def stage_of(
     function: Callable[..., Any], name: str, inputs: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Stage:
-    """A stage of an operation or a function, its arguments checked."""
+    """Return a stage for an operation or a function, after checking the arguments."""
     if not callable(function):
         raise BadInput(f"stage {name!r}: {shown(function)}", "a stage is an operation, or a function of a batch")
     if not isinstance(function, GroupOperation):
@@ -393,10 +393,10 @@ def stage_of(
 
 
 def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise `BadInput` where a function does not take these arguments."""
+    """Raise `BadInput` if the function does not take these arguments."""
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may give it more
-    except (TypeError, ValueError):  # of some functions written in C
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may pass further arguments
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -406,6 +406,6 @@ def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Stands in a call for the batch that a stage makes."""
+    """Represents the output batch of a stage among the arguments of a call."""
 
     stage: str

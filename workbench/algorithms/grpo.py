@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, arXiv:2402.03300): the samples of a prompt are each other's baseline, no critic."""
+"""GRPO (Shao et al. 2024, arXiv:2402.03300): the other samples of a prompt are the baseline; no critic."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class GRPO(RolloutAlgorithm):
     """`GRPO(lab).run(n)`: n iterations of the calls in `define`.
 
     samples: at least 2 unless `estimator` is a function.
-    kl_coefficient, kl: penalty against the reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is
-    needed. aggregation: how token losses become one; the paper's is "sequence-mean-token-mean". loss, estimator: by
-    name, or functions of one's own, see `update_actor` and `compute_advantages`. clip, clip_high, dual_clip,
-    entropy_coefficient: as in `update_actor`; without them a loss with a name has the clips of its paper. Other
-    fields: as in `PPO`. Its variants:
+    kl_coefficient, kl: weight and form (see `kl.kl_loss`) of the KL penalty in the loss; at 0 no reference is needed.
+    aggregation: how token losses are combined; the paper's is "sequence-mean-token-mean". loss, estimator: names, or
+    your own functions, see `update_actor` and `compute_advantages`. clip, clip_high, dual_clip, entropy_coefficient:
+    as in `update_actor`; by default, a loss given by name uses the clips of its paper. Other fields: as in `PPO`.
+    Variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
         GSPO        loss="gspo"                                                  arXiv:2507.18071
@@ -36,12 +36,12 @@ class GRPO(RolloutAlgorithm):
         VCPO        estimator="off_policy_baseline", clip=1.0, clip_high=1e9, correction=Correction(level="sequence",
                     high=8.0, reference_size=1.0)                                arXiv:2602.17616
         M2PO        correction=Correction(bound="second_moment"), clip=1.0, clip_high=1e9   arXiv:2510.01161
-                    (as AReaL has it, see `Correction`)
+                    (as in AReaL, see `Correction`)
 
-    VCPO's settings are those of its authors' scripts: no clip, weights up to 8, the losses of a response's tokens
-    averaged. Its estimator divides by the standard deviation of the group, and takes the norm of each response's
-    gradient, a backward pass a response; `algo.remove("compute_gradient_norm")` saves these, and takes the number of
-    tokens in their place.
+    VCPO's settings are from its authors' scripts: no clip, weights up to 8, a mean over the losses of a response's
+    tokens. Its estimator divides by the standard deviation of the group, and uses the norm of each response's gradient,
+    which costs one backward pass per response; `algo.remove("compute_gradient_norm")` saves these passes: then the
+    number of tokens is used instead of the norm.
     """
 
     prompts: PositiveInt = 4

@@ -1,4 +1,4 @@
-"""HPT (Lv et al. 2025, arXiv:2509.04419): prompts that the policy solves are learned by RL, others by fine-tuning."""
+"""HPT (Lv et al. 2025, arXiv:2509.04419): RL on prompts that the policy solves, fine-tuning on the other prompts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from workbench.workers.sampling_mask import MASK_COLUMNS
 class HPT(Algorithm):
     """`HPT(lab, lab.demonstrations("solved.jsonl")).run(n)`: n iterations of the lines in `define`.
 
-    Prompts come from the demonstrations. Where the share of a prompt's responses that pass is above `gate`, its
-    responses are learned as in GRPO; else its demonstration is learned as in SFT. Both losses are part of one optimizer
+    Prompts come from the demonstrations. If the share of a prompt's responses that pass is above `gate`, the policy
+    learns from its responses as in GRPO; else from its demonstration as in SFT. Both losses are part of one optimizer
     step, each divided by its own tokens or responses in the minibatch, as in the authors' code:
     loss = loss of the policy + sft_coefficient x loss of fine-tuning.
 
-    prompts: prompts an iteration; samples: responses a prompt (the authors: 8). reward: its function may ask for
-    `demonstration`, the text; a response passes with a reward of at least `passing`. gate: the authors' is 0 for a
-    stronger model (only prompts without any passing response are fine-tuned), and up to 0.5 for weaker ones.
-    estimator, loss, clip, aggregation: of the policy's loss, as in `GRPO`; the defaults are Dr. GRPO's, as there.
+    prompts: prompts per iteration; samples: responses per prompt (the authors: 8). reward: its function may read
+    `demonstration`, the text; a response passes with a reward of at least `passing`. gate: the authors use 0 for a
+    stronger model (only prompts without any passing response are fine-tuned), and up to 0.5 for weaker models.
+    estimator, loss, clip, aggregation: for the policy's loss, as in `GRPO`; the defaults are Dr. GRPO's, as theirs.
     """
 
     lab: Lab
@@ -81,14 +81,14 @@ class HPT(Algorithm):
         )
 
     def set_aside(self, batch: Batch) -> Batch:
-        """The prompts, with their demonstrations as `demonstration`, `demonstration_ids` and `demonstration_mask`."""
+        """Rename the responses of a batch to `demonstration`, `demonstration_ids` and `demonstration_mask`."""
         return batch.rename(**{f"response{end}": f"demonstration{end}" for end in ("", "_ids", "_mask")})
 
     def choose(self, batch: Batch) -> Batch:
-        """Rows to learn from. Of a prompt that passes: its responses. Of another one: its demonstration, which is
-        `demonstrated`, and for its other responses rows without a token, so that the batch keeps its size.
+        """Return the rows to learn from. If a prompt's pass rate is above `gate`: its responses. Else: one row with its
+        demonstration, marked in `demonstrated`, and rows without tokens, so that the batch keeps its size.
 
-        Metrics: `pass_rate/mean` of all prompts, `demonstrated/fraction` of them.
+        Metrics: `pass_rate/mean` over all prompts, `demonstrated/fraction` of the prompts.
         """
         given = [f"{of}_{what}" for of in ("response", "demonstration") for what in ("ids", "mask")]
         given += ["advantages", "rewards", "prompt_uid"]
@@ -109,7 +109,7 @@ class HPT(Algorithm):
                 columns[f"response_{name}"][row] = columns[f"demonstration_{name}"][row][:end]
             ids = columns["response_ids"][row]
             columns["advantages"][row] = torch.zeros(len(ids))
-            for name in sampled:  # an empty set of tokens: all could be drawn
+            for name in sampled:  # an empty sampling mask means that all tokens could be drawn
                 columns[name][row] = torch.zeros(0 if name == "sampling_mask_ids" else len(ids))
         made: dict[str, Any] = {"demonstrated": demonstrated, "prompt_uid": torch.tensor(prompts)}
         dtypes = {"response_ids": torch.int64, "response_mask": torch.bool, "advantages": torch.float32}
@@ -124,12 +124,12 @@ class HPT(Algorithm):
         return batch.drop(*others).join(self.lab.put(made, meta=batch.meta))
 
     def _pass_rates(self, table: Mapping[str, Any]) -> dict[int, float]:
-        """Of each prompt by its number: the share of its valid responses that pass, 0 where none is valid."""
+        """Return, by prompt uid, the share of the prompt's valid responses that pass; 0 if none is valid."""
         rewards, mask, uids = table["rewards"], table["response_mask"], table["prompt_uid"]
         scores_N = response_scores(rewards.pad() if isinstance(rewards, Ragged) else rewards, mask.pad())
         valid_N = torch.as_tensor(table.get("valid", torch.ones(len(uids)))).bool()
-        passed_N: Tensor = (scores_N >= self.passing) & valid_N
+        passed_N: Tensor = (scores_N >= torch.tensor(self.passing, dtype=torch.float32)) & valid_N
         return {
-            prompt: float(passed_N[uids == prompt].sum() / valid_N[uids == prompt].sum().clamp(min=1))
+            prompt: int(passed_N[uids == prompt].sum()) / max(int(valid_N[uids == prompt].sum()), 1)
             for prompt in dict.fromkeys(uids.tolist())
         }

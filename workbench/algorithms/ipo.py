@@ -16,9 +16,9 @@ class IPO(Algorithm):
 
     Identity preference optimization (Azar et al. 2023, arXiv:2310.12036): DPO that does not overfit certain labels.
 
-    rows: pairs a batch, of `Training.minibatches` optimizer steps. beta: the paper's tau: compared with the reference,
-    the chosen answer is to become 1 / (2 beta) nats a token likelier than the rejected one, and no more. epochs: over
-    each batch.
+    rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: the paper's tau: relative to the
+    reference, the target for the chosen answer's log-probability is 1 / (2 beta) nats per token above the rejected
+    one's. epochs: over each batch.
     """
 
     lab: Lab

@@ -19,10 +19,10 @@ class KTO(Algorithm):
 
     Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306): a policy from answers rated good or bad.
 
-    rows: answers a batch, of `Training.minibatches` optimizer steps; at least 2, as the reference point comes from
-    answers to the other prompts. beta: how strongly the actor is kept at the reference. desirable_weight,
-    undesirable_weight: of good and of bad answers; where one kind is rarer, the authors raise its weight until
-    (weight x number) of good over bad ones is between 1 and 4/3. epochs: over each batch.
+    rows: answers per batch, which takes `Training.minibatches` optimizer steps; at least 2, because the reference point
+    comes from answers to the other prompts. beta: how strongly the actor is kept near the reference. desirable_weight,
+    undesirable_weight: loss weights of good and bad answers; if one kind is rarer, the authors raise its weight until
+    the ratio (weight x number) of good to bad answers is between 1 and 4/3. epochs: over each batch.
     """
 
     lab: Lab

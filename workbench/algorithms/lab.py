@@ -1,4 +1,4 @@
-"""What an algorithm asks of a workbench."""
+"""The parts of a workbench that algorithms use, as a protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lab(Protocol):
     runner: StageRunner
     telemetry: TelemetryStore
     buffer: Buffer
-    position: Any  # of its algorithms: see `workbench.session.position`
+    position: Any  # the position of its algorithms, see `workbench.session.position`
 
     @property
     def description(self) -> Description: ...

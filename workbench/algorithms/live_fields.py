@@ -1,4 +1,4 @@
-"""Fields of an algorithm that are assigned while it runs: checked at once, recorded, kept for a later kernel."""
+"""Assign fields of an algorithm while it runs: values are checked at once, recorded, and kept for later kernels."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
 
-SETTINGS = "settings"  # in what is kept of settings that were assigned whole: their class
-MAPPING = "mapping"  # in what is kept of a mapping that was assigned: its values
-TRACED = "its lines are also run to see which stages they call, so it would change each time"  # of `define`
+SETTINGS = "settings"  # key in `_kept_fields`: the class of settings that were assigned as a whole
+MAPPING = "mapping"  # key in `_kept_fields`: the values of a mapping that was assigned
+TRACED = "its lines are also run to see which stages they call, so it would change each time"  # about `define`
 _DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
 
 
 class LiveFields(NamedAttributes):
-    """Base of the algorithms. `ppo.clip = 0.1` and `ppo.sampling.temperature = 0.7` hold from the next stage on.
+    """Base of the algorithms. `ppo.clip = 0.1` and `ppo.sampling.temperature = 0.7` apply from the next stage on.
 
-    A value is checked as at the algorithm's making, on a copy of it; one that is refused changes nothing. Numbers,
-    texts, settings such as `wb.Correction(...)` and fields of settings are kept by checkpoints and for later kernels.
-    Functions are not: the cell that assigns one has to be run again.
+    A value is checked as in the constructor, on a copy of the algorithm; a refused value changes nothing. Checkpoints
+    and later kernels keep numbers, texts, settings such as `wb.Correction(...)` and fields of settings. They do not
+    keep functions: run the cell that assigns the function again.
     """
 
     lab: Lab
-    taken_up: bool = False  # from a checkpoint
-    _live = False  # it is made, and an assignment is a change
-    _changed: dict[str, None]  # fields that were assigned since, and fields of settings: "clip", "sampling.temperature"
+    taken_up: bool = False  # restored from a checkpoint
+    _live = False  # construction is over: an assignment is a change
+    _changed: dict[str, None]  # fields, or fields of settings, assigned since then: "clip", "sampling.temperature"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the values of fields before `__post_init__`, and from its end on each assignment."""
+        """Check the fields' values before `__post_init__`, and each assignment after it."""
         super().__init_subclass__(**kwargs)
         check_before_post_init(cls, then=LiveFields._go_live)
 
     def _go_live(self) -> None:
-        """It is made: from here on an assignment is a change."""
+        """End the construction: from here on, each assignment is a change."""
         for name in fields_by_name(self):
-            if isinstance(value := self.__dict__.get(name), Mapping):  # a plain one, as the check of fields gave it
+            if isinstance(value := self.__dict__.get(name), Mapping):  # the check of fields made it a plain dict
                 self.__dict__[name] = self._owned(name, value)
         self.__dict__["_live"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; `BadInput` for a name that is none, which no stage would read, and for a value that the
-        algorithm would not be made with."""
+        """Set a field; `BadInput` for a name that is not a field, which no stage would read, and for a value that the
+        constructor would refuse."""
         named, title = fields_by_name(self), type(self).__name__
         rule = f"its fields are {', '.join(named)}"
         own = getattr(type(self), name, None)
@@ -96,8 +96,8 @@ class LiveFields(NamedAttributes):
         self._note_change(name, before, value)
 
     def _owned(self, name: str, value: Any) -> Any:
-        """A value that may be settings, or a mapping, which then can be assigned to."""
-        # weak: an algorithm, and the batches that it made, are released with the last variable
+        """Return a value; settings and mappings are wrapped, so that an assignment in them assigns this field."""
+        # weak: an algorithm and its batches are released when the last variable that holds the algorithm is
         me, called = weakref.ref(self), f"{type(self).__name__}.{name}"
 
         def owner(what: str) -> Any:
@@ -123,27 +123,27 @@ class LiveFields(NamedAttributes):
         return owned(value, assign_field) if is_settings(type(value)) else value
 
     def _note_change(self, name: str, before: Any, after: Any) -> None:
-        """Record a change that was made, one a field of settings."""
+        """Record a change of a field; of settings, one change per field of these."""
         changes = {name: tuple(value_in_effect(self.__dict__, name, value) for value in (before, after))}
         fields = fields_by_name(after) if type(before) is type(after) else ()
         if fields:
             pairs = {f"{name}.{field}": (getattr(before, field), getattr(after, field)) for field in fields}
             changes = {path: pair for path, pair in pairs.items() if not is_same(*pair)}
-        if name not in self._changed:  # else it was assigned whole, and is kept whole
+        if name not in self._changed:  # else the field was assigned as a whole before, and is kept as a whole
             others = [path for path in self._changed if fields or not path.startswith(f"{name}.")]
             self._changed = dict.fromkeys([*others, *changes])
         for path, (old, new) in changes.items():
             mine: Any = self
-            noted = not mine.ended_iterations or name not in mine.state()  # of those that adapt no row has a change
+            noted = not mine.ended_iterations or name not in mine.state()  # later rows omit what `finish` adapts
             self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new, noted=noted)
 
     def _is_changed(self, path: str) -> bool:
-        """Whether a field, a field of its settings, or the settings that have it, was assigned while it lived."""
+        """Whether a field, a field of its settings, or the settings it belongs to, was assigned after construction."""
         return any(f"{path}.".startswith(f"{one}.") or one.startswith(f"{path}.") for one in self._changed)
 
     def _kept_fields(self) -> dict[str, Any]:
-        """The values of fields that were assigned, as far as a file can hold them: of settings that were assigned
-        whole all fields with their class, else those fields that were."""
+        """Return the values of assigned fields, except those that a file cannot hold. For settings assigned as a whole:
+        their class and all their fields; else only the settings' assigned fields."""
         kept: dict[str, Any] = {}
         for path in self._changed:
             name, _, field = path.partition(".")
@@ -153,7 +153,7 @@ class LiveFields(NamedAttributes):
                     kept.setdefault(name, {})[field] = one
             elif is_settings(made := type(value)):
                 values = {field: getattr(value, field) for field in fields_by_name(value)}
-                if made.__module__.startswith("workbench.") and _is_plain(values):  # no class of a user's own
+                if made.__module__.startswith("workbench.") and _is_plain(values):  # not a user's own class
                     kept[name] = {SETTINGS: f"{made.__module__}:{made.__qualname__}", **values}
             elif isinstance(value, Mapping):
                 kept |= {name: {MAPPING: dict(value)}} if _is_plain(dict(value)) else {}
@@ -162,7 +162,7 @@ class LiveFields(NamedAttributes):
         return kept
 
     def _take_fields(self, kept: Mapping[str, Any]) -> None:
-        """Go on with what `_kept_fields` gave; fields that were assigned since stay as they are."""
+        """Restore the result of `_kept_fields`; fields that were assigned since construction stay as they are."""
         since = {path.partition(".")[0] for path in self._changed}
         for name in fields_by_name(self):
             if name not in kept or name in since:
@@ -176,7 +176,7 @@ class LiveFields(NamedAttributes):
                 value = value[MAPPING]
             elif isinstance(value, dict):
                 if not value.keys() <= fields_by_name(now).keys():
-                    continue  # it was made with other settings
+                    continue  # the algorithm now has other settings in this field
                 value, paths = dataclasses.replace(now, **value), [f"{name}.{field}" for field in value]
             with self._quietly():
                 setattr(self, name, value)
@@ -184,7 +184,7 @@ class LiveFields(NamedAttributes):
 
     @contextmanager
     def _defining(self) -> Iterator[None]:
-        """Inside, in this thread, `define` runs."""
+        """Mark this thread as running `define` inside the block, where assignments to fields are refused."""
         token = _DEFINED.set(self)
         try:
             yield
@@ -192,12 +192,12 @@ class LiveFields(NamedAttributes):
             _DEFINED.reset(token)
 
     def _quietly(self) -> AbstractContextManager[None]:
-        """Inside, assignments are the algorithm's own: they are part of its state, and no changes of settings."""
+        """Treat assignments inside the block as the algorithm's own state, not as changes of settings by the user."""
         return replaced(self, "_live", False)
 
 
 def _changing(change: Callable[..., Any]) -> Any:
-    """A method of a `LiveMapping`: as dict's, on a copy that is then assigned."""
+    """Return a method of `LiveMapping` that applies a method of dict to a copy, and then assigns the copy."""
 
     def changed(self: LiveMapping, *args: Any, **kwargs: Any) -> Any:
         result = change(values := dict(self), *args, **kwargs)
@@ -210,8 +210,8 @@ def _changing(change: Callable[..., Any]) -> Any:
 
 
 class LiveMapping(dict[str, Any]):
-    """A mapping in which each change is an assignment of the whole: `assign(changed)` checks it, and returns what holds
-    then. Copies of it, and what is pickled, are plain dicts."""
+    """A mapping in which each change assigns the whole mapping: `assign(changed)` checks it and returns the mapping to
+    use. Copies and pickles of it are plain dicts."""
 
     def __init__(self, values: Mapping[str, Any], assign: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         super().__init__(values)
@@ -232,18 +232,18 @@ class LiveMapping(dict[str, Any]):
 
 
 def fields_by_name(value: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a dataclass by name; none of other values."""
+    """Return the fields of a dataclass by name; {} for other values."""
     return {field.name: field for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
 
 
 def value_in_effect(values: Mapping[str, Any], name: str, value: Any) -> Any:
-    """A value as a table of changes shows it: in place of a clip that is None, the one that the loss takes. values: the
-    others, by name."""
+    """Return a value as a table of changes shows it: for a clip of None, the clip that the loss uses. values: the other
+    values, by name."""
     return clips_in_effect({**values, name: value}).get(name) if value is None else value
 
 
 def as_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a file can hold."""
+    """Return the values that a file can hold: None, numbers, texts, and dicts of these."""
     return {name: value for name, value in values.items() if _is_plain(value)}
 
 
@@ -254,12 +254,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def as_read(kept: Any) -> Any:
-    """A value of `_kept_fields` as a user reads it."""
+    """Convert a value of `_kept_fields` for display to a user."""
     return kept[MAPPING] if isinstance(kept, dict) and MAPPING in kept else kept
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, and of one type; what cannot be compared is not."""
+    """Whether two values are equal and of the same type. Values that cannot be compared: whether they are identical."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         one, other = dict(one), dict(other)
     try:
@@ -269,18 +269,18 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 EVENT = "algorithm"
-_under_way: set[int] = set()  # algorithms of which a call is under way, by id
+_under_way: set[int] = set()  # the ids of algorithms with a public call under way
 
 
 def note_settings(
     algorithm: Algorithm, of_run: Mapping[str, Any], replaced: Mapping[str, Any], once: Mapping[str, Any]
 ) -> None:
-    """Record what the next stage takes, where it is not as it was noted last.
+    """Record the settings that the next stage uses, if they differ from the last recorded ones.
 
-    The row has `values`, of fields and of those arguments of `run` that are given, or were; `training`, fields of roles
-    that were assigned; `replace` and `once`, arguments that these gave; and `others`, changes that none of these can
-    hold, in words. What `finish` adapts is recorded once, and nothing of an arm of a comparison, after which all is as
-    before. `under_way`: whether the iteration has made something.
+    The row has `values` (fields, and arguments of `run` that are or were given), `training` (assigned training fields
+    of roles), `replace` and `once` (arguments given to these methods), and `others` (texts about changes that none of
+    these can hold). Fields that `finish` adapts are recorded once. Arms of a comparison are not recorded, because the
+    comparison restores everything. `under_way`: whether a stage of the iteration has run.
     """
     lab, title, description = algorithm.lab, type(algorithm).__name__, algorithm.lab.description
     if lab.runner.snapshots.open:
@@ -305,7 +305,7 @@ def note_settings(
         "replace": replaced, "once": {stage: as_plain(arguments) for stage, arguments in once.items()},
         "others": dict(others),
     }  # fmt: skip
-    # by repr: NaN is as itself; what holds once may hold once more
+    # compare by repr, so that NaN equals itself; arguments of `once` are recorded again for each further use
     if repr(row) != repr(noted) or (row["once"] and not algorithm.made):
         under_way = bool(algorithm.made)
         lab.telemetry.append_settings(title, lab.iteration + (not under_way), **row, under_way=under_way)
@@ -314,11 +314,11 @@ def note_settings(
 
 @contextmanager
 def recording(algorithm: Algorithm, call: str, *, resumed: bool = False, **given: Any) -> Iterator[None]:
-    """Inside one of an algorithm's public calls: record what it made when it is over, whether it ended or was
-    interrupted. A call inside of another is a part of that. Nothing is recorded outside of notebooks, nor of what is
-    put back afterwards.
+    """Record one of an algorithm's public calls when it ends, also by an interrupt or an error: which stages it ran. A
+    call inside another one is not recorded separately. Nothing is recorded outside notebooks, nor if everything is
+    restored afterwards, as in a comparison.
 
-    call: its name. resumed: whether it begins with the rest of an iteration that was interrupted. given: arguments.
+    call: the method's name. resumed: whether it begins with the rest of an interrupted iteration. given: its arguments.
     """
     lab = algorithm.lab
     if id(algorithm) in _under_way or not in_notebook() or lab.runner.snapshots.open:
@@ -350,18 +350,18 @@ def recording(algorithm: Algorithm, call: str, *, resumed: bool = False, **given
 
 
 def _made_in_order(algorithm: Algorithm) -> list[str]:
-    """The stages of an unfinished iteration that were made, up to the first that was not."""
+    """Return the stages of an unfinished iteration that have run, up to the first stage that has not."""
     try:
         names = algorithm.graph().names
-    except WorkbenchError:  # a field that was changed meanwhile
+    except WorkbenchError:  # a field that was changed meanwhile may make the graph invalid
         names = list(algorithm.made)
     made = list(takewhile(algorithm.made.__contains__, names))
     return made if algorithm.under_way or len(made) < len(names) else []
 
 
 def _as_written(value: Any) -> str:
-    """An algorithm, or settings, as a call that makes it: `wb.PPO(lab, prompts=4)`; "" where it holds what cannot be
-    written so, such as a function."""
+    """Return an algorithm or settings as the text of a constructor call: `wb.PPO(lab, prompts=4)`; "" if it holds a
+    value that has no such text, for example a function."""
     if isinstance(value, type) or not is_dataclass(value):
         plain = value is None or isinstance(value, bool | int | float | str | list | tuple | dict)
         return repr(value) if plain else ""

@@ -1,4 +1,4 @@
-"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time."""
+"""The base class of the algorithms: it runs the graph's stages one at a time, by iteration, or for n iterations."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 @checks_calls("algo")
 class Algorithm(StageEdits):
-    """Drives a workbench. `define` is the paper's listing, one line a stage.
+    """Runs an algorithm on a workbench. `define` is the algorithm's listing in its paper, one line per stage.
 
     graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give the iteration up.
-    run(n): n iterations, in which stages of different pools overlap. To change it from a cell, set a field, which later
-    stages read, or `replace`, `insert` and `remove` stages; `once` changes arguments of one run.
+    run(n): n iterations, in which stages of different pools overlap. To change the algorithm from a cell, set a field,
+    which later stages read, or `replace`, `insert` and `remove` stages; `once` changes arguments for one run only.
     """
 
     lab: Lab
-    _interrupted = False  # in the iteration under way
-    _by_hand = False  # `step`, and not `iterate`, ran a stage of it
+    _interrupted = False  # whether the current iteration was interrupted
+    _by_hand = False  # whether `step`, not `iterate`, ran a stage of the current iteration
     _iteration = 0
-    _run_before = 0  # the last run before it
-    _staleness = 0  # iterations that the `run` under way generates ahead
-    _pause_after: int | None = None  # tokens, of its responses
+    _run_before = 0  # the number of the last stage run before the current iteration
+    _staleness = 0  # how many iterations the current `run` generates ahead
+    _pause_after: int | None = None  # tokens after which responses pause in the current `run`
     _ended = 0
     _made_in: Cell | None = None
-    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there, until an update uses it
+    _from_buffer: Sequence[WaitingRollouts] = ()  # rollouts that the iteration took from `lab.buffer`; () once trained
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
@@ -72,21 +72,21 @@ class Algorithm(StageEdits):
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={}, _made_in=running_cell())
         return algorithm
 
-    # --- carried out --------------------------------------------------------------------------------------------------
+    # --- running stages and iterations --------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int:
-        """The number of the iteration that it stepped last; 0 before the first."""
+        """The number of the iteration in which this algorithm last ran a stage; 0 before the first."""
         return self._iteration
 
     @property
     def by_hand(self) -> bool:
-        """Whether a stage of its last iteration was run by `step`, so that there may be a pause before it."""
+        """Whether `step` ran a stage of the last iteration, so that the user may have paused between stages."""
         return self._by_hand
 
     @property
     def ended_iterations(self) -> int:
-        """How many iterations it has ended in this kernel."""
+        """The number of iterations that this algorithm has completed in this kernel."""
         return self._ended
 
     @property
@@ -95,15 +95,15 @@ class Algorithm(StageEdits):
         return self._next(self.graph()).name
 
     def _next(self, graph: Graph) -> Stage:
-        """The first stage that has not run; the first of all where an iteration is over, or has not begun."""
+        """Return the first stage that has not run; the graph's first stage if no iteration is under way."""
         if not self._under_way:
             return graph.stages[0]
         return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[-1])
 
     def step(self) -> Any:
-        """Run the next stage, as a cell would, and return its batch or metrics.
+        """Run the next stage, as if its line were a cell, and return its batch or metrics.
 
-        A stage that fails stays the next one: fix the cause, `replace` it or an earlier one, or `restart`.
+        A stage that fails stays the next one: fix the cause, `replace` this or an earlier stage, or `restart`.
         """
         with recording(self, "step"), self._stoppable("step"):
             return self._step()
@@ -115,7 +115,7 @@ class Algorithm(StageEdits):
         graph = self._graph_with(once)
         stage = self._next(graph)
         self.lab.position.begin(self)
-        if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
+        if self._under_way and all(name in self.made for name in graph.names):  # interrupted after its last stage
             self._end()
             return self.made[stage.name]
         of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
@@ -149,11 +149,11 @@ class Algorithm(StageEdits):
         return made
 
     def draw_ahead(self, *, pause_after: PositiveInt | None = None) -> Batch:
-        """Draw the prompts of the first iteration to come that has none, and generate for them with the actor's present
-        weights. The rollouts wait in `lab.buffer`, where their iteration finds them: one step of what `run(n,
-        staleness=k)` does by itself. The batch. pause_after: as in `run`; responses that paused earlier go on with it.
+        """Draw the prompts of the first later iteration that has none, generate for them with the actor's current
+        weights, and return the batch. The rollouts wait in `lab.buffer` for their iteration. `run(n, staleness=k)` does
+        this by itself. pause_after: as in `run`; the call also resumes responses that paused earlier.
 
-        Raises `BadInput` where the stages before generation draw no prompts of `lab.prompts`, or update a role.
+        Raises `BadInput` if the stages before generation do not draw from `lab.prompts`, or update a role.
         """
         self.lab.take_edits(self)
         graph = self.graph()
@@ -173,10 +173,10 @@ class Algorithm(StageEdits):
         return draw_ahead(self.lab, graph, lambda stage: self._has_run(stage, once), pause_after, **how)
 
     def restart(self) -> None:
-        """Give up the present iteration: the next step begins another one, with new prompts.
+        """Give up the current iteration: the next step begins another one, with new prompts.
 
-        Its updates stay, also one that was left between two of its steps, and `finish` is not called. Its batches are
-        in `made` until the next step. Where no update has begun, what it drew from `lab.buffer` waits there again.
+        Its updates stay, also an update that was left between two optimizer steps. `finish` is not called. Its batches
+        stay in `made` until the next step. If no update has begun, its rollouts from `lab.buffer` go back there.
         """
         with uninterrupted(), recording(self, "restart"):
             self.lab.buffer.put_back(self._from_buffer)
@@ -185,26 +185,26 @@ class Algorithm(StageEdits):
                 self.lab.runner.interrupted.forget(behind=self._run_before)
 
     def _end(self) -> None:
-        metrics = self.metrics()  # waits; until then it is under way
+        metrics = self.metrics()  # waits for the stages; until then the iteration is under way
         with uninterrupted(), self._quietly():
             self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
-            inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: of a step that was skipped some may be NaN
+            inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: metrics of a skipped step may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """Called after the last stage of an iteration, with its metrics: an algorithm may adapt its fields here."""
+        """Adapt fields after the last stage of an iteration, given its metrics. The base class does nothing."""
 
     def state(self) -> dict[str, Any]:
-        """The fields that `finish` changes, as plain values, for checkpoints."""
+        """Return the fields that `finish` changes, as plain values, for checkpoints."""
         return {}
 
     def position(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """Where the algorithm stands, as plain values, for checkpoints and for the next kernel.
+        """Return the algorithm's position as plain values, for checkpoints and for the next kernel.
 
-        made: what the stages of the present iteration have made, in the form in which it is kept.
+        made: the results of the current iteration's stages, in the form in which they are kept.
         """
-        last = dict(self.lab.last_metrics) if made else {}  # runs that go on beside it add theirs
+        last = dict(self.lab.last_metrics) if made else {}  # a copy: concurrent stages add their metrics
         return {
             "class": type(self).__name__,
             "iteration": self.iteration,
@@ -217,14 +217,14 @@ class Algorithm(StageEdits):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave."""
+        """Restore the result of `state`."""
         with self._quietly():
             for name, value in state.items():
                 setattr(self, name, value)
 
     def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
-        """Continue from `saved`, the `position` of an algorithm of this class. made: what the stages of its present
-        iteration had made; None between iterations."""
+        """Continue from `saved`, the `position` of an algorithm of this class. made: the results of the stages that had
+        run in the current iteration; None between iterations."""
         self.taken_up, self._from_buffer = True, ()
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
@@ -234,21 +234,21 @@ class Algorithm(StageEdits):
             self.made.clear()
             self.made.update(made)
             self._under_way = True
-            graph = self.graph()  # where `define` has new stages, those that take their batches run again
+            graph = self.graph()  # if `define` has new stages, the stages that take their batches run again
             again = {n for stage in graph.names if stage not in made for n in graph.behind(stage) if n in made}
             if not any(graph[name].updates for name in again):
                 for name in again:
                     del self.made[name]
 
     def go_back(self, iteration: int) -> None:
-        """Go back to the end of an iteration, from which it may be continued."""
+        """Set the position to the end of an iteration; the next step begins the iteration after it."""
         self._under_way, self._from_buffer = False, ()
         self.made.clear()
         self._iteration = iteration
         self.taken_up = False
 
     def iterate(self) -> dict[str, float]:
-        """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
+        """Run the rest of the current iteration, or a new one, and return the metrics of its stages."""
         iterating = replaced(self.lab.runner.batches, "iterating", True)
         with iterating, recording(self, "iterate"), self._stoppable("iterate"):
             self.step()
@@ -258,7 +258,7 @@ class Algorithm(StageEdits):
 
     @contextmanager
     def _stoppable(self, call: str) -> Iterator[None]:
-        """Inside, an interrupt between two stages says which stage is next; any says whether this cell can go on."""
+        """Make interrupts between two stages name the next stage, and all interrupts say if this cell can continue."""
 
         def left() -> tuple[str, str]:
             if not self._under_way:
@@ -286,30 +286,30 @@ class Algorithm(StageEdits):
         evaluate: Callable[[], object] | None = None,
         every: PositiveInt = 1,
     ) -> pd.DataFrame:
-        """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
-        up. One that was interrupted in a `run`, by stop or the death of a host, or whose update failed between two
-        steps, or that a checkpoint has, is finished first, and counts.
+        """Run n iterations and return a frame with one row per iteration. An iteration that `step` began, or that
+        failed, is given up. An iteration is finished first, and counts, if a `run` was interrupted in it by stop or by
+        the death of a host, if its update failed between two optimizer steps, or if it comes from a checkpoint.
 
-        The frame's first columns are what one looks at first: reward and its interval, KL, loss, gradient norm, clip
-        fraction, response length. A notebook shows these with their curves, and the others behind a fold;
-        `frame.attrs["seconds"]` has how long each iteration took.
+        The frame's first columns are reward and its interval, KL, loss, gradient norm, clip fraction, response length.
+        A notebook shows these with their curves, and folds the other columns; `frame.attrs["seconds"]` has the duration
+        of each iteration.
 
         staleness: how many iterations generation runs ahead. At k, while iteration i trains, the rollouts of iteration
-        i + k are generated, with the weights from before iteration i's update, and wait in `lab.buffer`; with rollout
-        workers in a pool of their own both happen at the same time. Everywhere the draws, and so the metrics, are the
-        same. What waits when the run is over is what the next iterations begin with, at whatever staleness. At 0
-        nothing is generated ahead. See `Correction` for what old rollouts do to an update.
+        i + k are generated, with the weights from before iteration i's update, and wait in `lab.buffer`. If rollout
+        workers have their own pool, training and generation run at the same time; this does not change the draws or the
+        metrics. Rollouts that wait when the run ends are used first by the next iterations, at any staleness. At 0
+        nothing is generated ahead. See `Correction` for the effect of old rollouts on an update.
 
-        pause_after: tokens after which a response that is generated ahead pauses. It waits in the buffer, takes the
-        next weights, and goes on in the next iteration beside new ones (partial rollouts), so that no iteration waits
-        for the longest response; `token_versions` says which weights drew each token.
+        pause_after: tokens after which a response that is generated ahead pauses. It waits in the buffer, and the next
+        iteration resumes it, with the next weights, beside new responses (partial rollouts). So no iteration waits for
+        the longest response; `token_versions` says which weights generated each token.
 
-        A terminal shows the progress; the log of a script has a line an iteration.
+        A terminal shows the progress; the log of a script has one line per iteration.
 
-        evaluate: called after each `every` iterations, such as `lambda: lab.evaluate(held_out)` or
+        evaluate: called after each `every` iterations, for example `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
 
-        A script that is resumed counts the iterations before its checkpoint, and does not run them again.
+        A resumed script counts the iterations before its checkpoint, and does not run them again.
         """
         if staleness:
             check_can_run_ahead(self.graph())
@@ -341,13 +341,13 @@ class Algorithm(StageEdits):
                 try:
                     with self.lab.overlap():
                         metrics = self.iterate()
-                except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
+                except BaseException as error:  # stages were only submitted: some results in `made` will never come
                     updates = {stage.name for stage in self.graph().stages if stage.updates}
                     sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
                     self._made = {name: made for name, made in self.made.items() if is_there(made)}
                     self.lab.buffer.forget_unmade()
                     left = self.lab.runner.interrupted.unfinished.values()
-                    begun = any(update.number > runs for update in left)  # also one that failed between two steps
+                    begun = any(update.number > runs for update in left)  # includes updates that failed between steps
                     goes_on = begun or isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
                     if updates & sent:
@@ -367,11 +367,11 @@ class Algorithm(StageEdits):
         return Results.of(rows, algorithm=title, seconds=seconds)
 
     def rollouts(self, lab: Lab, *, penalised: bool = False, reference: bool | None = None) -> tuple[Batch, bool]:
-        """The stages with which an iteration begins, for `define`: prompts, responses, and the log-probabilities of
-        the actor and of the reference. Reads the fields prompts, samples and sampling.
+        """Run the first stages of an iteration, in `define`: prompts, responses, and the log-probabilities of the actor
+        and of the reference. Reads the fields prompts, samples and sampling.
 
-        Returns the batch, and whether `compute_log_prob` was left out, see `on_policy`. penalised: rewards have a KL
-        penalty. reference: whether the reference's log-probabilities are needed; None: where rewards are penalised.
+        Returns the batch, and whether `compute_log_prob` was left out, see `on_policy`. penalised: whether rewards have
+        a KL penalty. reference: whether the reference's log-probabilities are needed; None: if penalised.
         """
         algorithm: Any = self
         batch = lab.prompts.next(algorithm.prompts)
@@ -384,10 +384,10 @@ class Algorithm(StageEdits):
         return batch, on_policy
 
     def on_policy(self, *, penalised: bool = False) -> bool:
-        """Whether `define` may leave `compute_log_prob` out, because `update_actor` can use its own forward pass: with
-        one optimizer step an iteration, where nothing else reads `old_log_prob`.
+        """Whether `define` may leave out `compute_log_prob`, because `update_actor` can use its own forward pass: true
+        with one optimizer step per iteration, if nothing else reads `old_log_prob`.
 
-        penalised: rewards have a KL penalty, which reads `old_log_prob`.
+        penalised: whether rewards have a KL penalty, which reads `old_log_prob`.
         """
         training = self.lab.actor.spec.training
         one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
@@ -395,10 +395,10 @@ class Algorithm(StageEdits):
         return one_step and not compares and getattr(self, "correction", None) is None
 
     def need(self, *roles: str) -> None:
-        """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
+        """Raise `BadInput` if the workbench lacks one of these roles, or the stages do not accept the fields' values.
 
-        Call it at the end of `__post_init__`: it traces `define`, so that wrong arguments of operations are refused
-        now.
+        Call this at the end of `__post_init__`: it traces `define`, so that wrong arguments of operations raise in the
+        constructor.
         """
         if not hasattr(self.lab, "groups"):
             raise BadInput(
@@ -422,12 +422,12 @@ class Algorithm(StageEdits):
         self.lab.position.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
-        """Raise `BadInput` for numbers of prompts, samples and rows that ranks and minibatches cannot take."""
+        """Raise `BadInput` if prompts, samples or rows give batches that ranks and minibatches cannot divide."""
         counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
         self.graph().check_rows(f"{type(self).__name__}({', '.join(counts)})", known)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
+        """Wait for the newest iteration's stages and return their metrics as {"stage/metric": value}."""
         self.lab.runner.scheduler.wait()
         return {
             f"{stage}/{name}": value
@@ -437,19 +437,19 @@ class Algorithm(StageEdits):
 
 
 def is_there(made: Any) -> bool:
-    """Whether the result of a stage, which may be pending, has been made."""
+    """Whether the result of a stage is there, not pending."""
     if isinstance(made, Batch):
         made.settle(wait=False)
         return not made.pending
     return not isinstance(made, Run) or made.state == "done"
 
 
-GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
+GroupSize = Annotated[Whole, Field(ge=2)]  # samples per prompt, if the other samples are the baseline of each
 
 
 @dataclass
 class RolloutAlgorithm(Algorithm):
-    """Base of PPO and its relatives. `PPO` says what the fields are."""
+    """Base of PPO and of algorithms like it. The fields are described in `PPO`."""
 
     lab: Lab
     prompts: PositiveInt = 16

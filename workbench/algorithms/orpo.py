@@ -16,8 +16,8 @@ class ORPO(Algorithm):
 
     Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691): fine-tuning and preferences in one stage.
 
-    rows: pairs a batch, of `Training.minibatches` optimizer steps. beta: the paper's lambda, the weight of the odds
-    ratio beside fine-tuning on the chosen answers. epochs: over each batch.
+    rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: the paper's lambda, the weight of
+    the odds ratio loss, which is added to fine-tuning on the chosen answers. epochs: over each batch.
     """
 
     lab: Lab

@@ -18,16 +18,16 @@ from workbench.support.validation import FINITE, NonNegativeFloat, PositiveFloat
 class PPO(RolloutAlgorithm):
     """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
-    prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own, or
-    components, as `compute_reward` takes them; reward_weights: weights of these by name, in place of their own.
-    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
-    response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
-    kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
-    arXiv:2410.02743), a number or a rule, see `compute_advantages`. bootstrap: the critic's value replaces the rewards
-    after the cut of a cut response.
-    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; loss, clip (None: the
-    loss's own, 0.2), dual_clip, entropy_coefficient: as in `update_actor`. sampling: how responses are drawn.
-    correction: for rollouts of another distribution than the trainer's, see `Correction`.
+    prompts: prompts per iteration; samples: responses per prompt. reward: a function that replaces the reward role's
+    own, or components, as in `compute_reward`; reward_weights: weights of the components by name, instead of their own.
+    kl_coefficient, kl: weight and form of the KL penalty in the reward; at 0 no reference is needed. kl_target: nats
+    per response; `adaptive_kl_step` then moves kl_coefficient after each iteration (you can read and set it), over
+    kl_horizon responses; None: the coefficient is fixed. macro_tokens: tokens that form one action for advantages
+    (MA-PPO, arXiv:2410.02743), a number or a rule, see `compute_advantages`. bootstrap: in a truncated response, the
+    critic's value replaces the rewards after the end.
+    value_clip, epochs: for the updates, whose minibatches are set by `Training.minibatches`; loss, clip (None: the
+    loss's own, 0.2), dual_clip, entropy_coefficient: as in `update_actor`. sampling: how responses are generated.
+    correction: for rollouts from another distribution than the trainer's, see `Correction`.
     """
 
     gamma: float = 1.0
@@ -60,7 +60,7 @@ class PPO(RolloutAlgorithm):
                 "more than 5 horizons at once could turn the coefficient's sign",
                 "give a larger kl_horizon",
             )
-        self._adapted(self.kl_target)  # raises for what the step of the coefficient would refuse
+        self._adapted(self.kl_target)  # raises now if `adaptive_kl_step` would refuse these values later
 
     def define(self, lab: Lab) -> None:
         penalised = bool(self.kl_coefficient or self.kl_target is not None)
@@ -89,7 +89,7 @@ class PPO(RolloutAlgorithm):
         )
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """After an iteration, with its metrics: move the KL coefficient for the next one, if it has a target."""
+        """Move the KL coefficient for the next iteration, if there is a KL target."""
         if self.kl_target is not None:
             self.kl_coefficient = self._adapted(metrics["compute_advantages/reference_kl_per_response"])
 

@@ -13,12 +13,12 @@ from workbench.support.validation import NonNegativeFloat, at_least
 class ReinforcePP(RolloutAlgorithm):
     """`ReinforcePP(lab).run(n)`: n iterations of the lines in `define`.
 
-    The reward to go of each token, with its KL penalty in it, is whitened over all tokens of the batch; the update is
-    PPO's. With baseline=True (REINFORCE++-baseline) the mean reward of the prompt's samples is taken off first, and
-    the penalty moves from the reward to the loss, as k2, whose gradient is that of the reverse KL.
+    The reward to go of each token, including the KL penalty, is whitened over all tokens of the batch; the update is
+    PPO's. With baseline=True (REINFORCE++-baseline) the mean reward of the prompt's samples is subtracted first, and
+    the penalty moves from the reward to the loss, as k2, whose gradient is the reverse KL's.
 
-    samples: at least 2 with the baseline. kl_coefficient: of the penalty; at 0 no reference is needed. Other fields: as
-    in `PPO`.
+    samples: at least 2 with the baseline. kl_coefficient: the penalty's weight; at 0 no reference is needed. Other
+    fields: as in `PPO`.
     """
 
     baseline: bool = False
@@ -28,7 +28,7 @@ class ReinforcePP(RolloutAlgorithm):
 
     def __post_init__(self) -> None:
         if self.baseline:
-            at_least("ReinforcePP(baseline=True).samples", self.samples, 2)  # one sample is its own mean
+            at_least("ReinforcePP(baseline=True).samples", self.samples, 2)  # the mean of one sample is the sample
         super().__post_init__()
 
     def define(self, lab: Lab) -> None:

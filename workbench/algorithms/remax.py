@@ -13,10 +13,10 @@ from workbench.support.validation import NonNegativeFloat
 class ReMax(RolloutAlgorithm):
     """`ReMax(lab).run(n)`: n iterations of the lines in `define`.
 
-    Against PPO: one greedy generation and its rewards more, and no line of a critic (HybridFlow, figure 6).
+    Differences from PPO: an additional greedy generation with its rewards, and no critic (HybridFlow, figure 6).
 
-    samples: responses a prompt, all against the one greedy response, whose stages are `generate_greedy` and
-    `compute_greedy_reward`. Other fields: as in `PPO`.
+    samples: responses per prompt; all have the reward of the one greedy response as their baseline, which comes from
+    the stages `generate_greedy` and `compute_greedy_reward`. Other fields: as in `PPO`.
     """
 
     kl_coefficient: NonNegativeFloat = 0.05
@@ -25,7 +25,7 @@ class ReMax(RolloutAlgorithm):
 
     @property
     def _status(self) -> tuple[str, ...]:
-        """The column that says which rows failed, where functions or environments can fail."""
+        """The column "valid", which says which rows failed; () if no function or environment can fail."""
         by_function = self.reward is not None or self.lab.groups["reward"].spec.function is not None
         return ("valid",) if by_function or self.sampling.several_turns is not None else ()
 

@@ -17,12 +17,12 @@ class RewardModeling(Algorithm):
 
     Reward and cost models from preference pairs (Stiennon et al. 2020, arXiv:2009.01325, section 3.4).
 
-    role: "reward", or "cost" for a model that gives the chosen answer the lower score. rows: pairs a batch, of
-    `Training.minibatches` optimizer steps. epochs: over each batch; `len(pairs) // rows` batches are one epoch of the
-    data. Afterwards: `lab.reward.compute_pair_rewards(pairs.held_out)`, after which
-    `lab.last_metrics["compute_pair_rewards"]` has the accuracy and its bounds (`lab.metrics("compute_pair_rewards")`:
-    those of all calls); `center(pairs.held_out, answers="chosen_ids")` for the level of the scores; `save_model` for
-    `wb.Model(path)`. For a cost, `compute_pair_costs`.
+    role: "reward", or "cost" for a model that gives the chosen answer the lower score. rows: pairs per batch, which
+    takes `Training.minibatches` optimizer steps. epochs: over each batch; `len(pairs) // rows` batches are one epoch of
+    the data. Afterwards: `lab.reward.compute_pair_rewards(pairs.held_out)` puts the accuracy and its bounds into
+    `lab.last_metrics["compute_pair_rewards"]` (`lab.metrics("compute_pair_rewards")`: of all calls);
+    `center(pairs.held_out, answers="chosen_ids")` shifts the level of the scores; `save_model` writes the model for
+    `wb.Model(path)`. For a cost model, use `compute_pair_costs`.
     """
 
     lab: Lab

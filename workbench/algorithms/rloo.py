@@ -13,11 +13,11 @@ from workbench.support.validation import NonNegativeFloat
 class RLOO(RolloutAlgorithm):
     """`RLOO(lab).run(n)`: n iterations of the lines in `define`.
 
-    A response is one action: its reward, less the KL of the whole response, is held against the mean of the others to
-    its prompt, and the log-probabilities of its tokens are summed.
+    A response is one action: its advantage is its reward, minus the KL of the whole response, minus the mean of the
+    prompt's other responses; the log-probabilities of its tokens are summed.
 
-    samples: at least 2. clip: matters from the second optimizer step on, where it bounds the ratio of each token, not
-    of the response. Other fields: as in `PPO`.
+    samples: at least 2. clip: has an effect from the second optimizer step on, where it bounds the ratio of each token,
+    not of the response. Other fields: as in `PPO`.
     """
 
     samples: GroupSize = 4

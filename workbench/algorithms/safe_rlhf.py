@@ -23,16 +23,16 @@ Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], SEQUENCE, TWO_BOUNDS]
 class SafeRLHF(RolloutAlgorithm):
     """`SafeRLHF(lab, limit=...).run(n)`: n iterations of the lines in `define`.
 
-    Against PPO: scores and values of costs, a multiplier that weighs cost against reward, and a pretraining loss
-    (HybridFlow, figure 6, whose listing leaves out the critic of costs that Safe-RLHF has; here it is two lines).
+    Differences from PPO: costs and their values, a multiplier that weighs cost against reward, and a pretraining loss
+    (HybridFlow, figure 6; its listing leaves out Safe-RLHF's cost critic, which is two lines here).
 
-    kl_coefficient: of the penalty that the rewards, and with the other sign the costs, are given each; the authors'
-    code gives each of them a half. Other fields: as in `PPO`.
-    cost: a function in place of the cost role's own. limit: the mean cost of a response that is allowed.
-    multiplier: its value now, moved after each iteration by `dual_step`, up while the mean cost is above the limit.
-    It is all the state there is: read it, keep it, set it. multiplier_rate, multiplier_bounds: of that step.
-    pretrain: a column of the prompts' data set with texts (each iteration's rows bring their own), for a language-model
-    loss of weight pretrain_coefficient in the actor's update; None: without.
+    kl_coefficient: weight of the KL penalty, which is subtracted from the rewards and added to the costs; the authors'
+    code gives each of them one half of it. Other fields: as in `PPO`.
+    cost: a function that replaces the cost role's own. limit: the allowed mean cost of a response.
+    multiplier: the current value; `dual_step` moves it after each iteration, up while the mean cost is above the limit.
+    It is the algorithm's only state: you can read, keep and set it. multiplier_rate, multiplier_bounds: for this step.
+    pretrain: a text column of the prompts' data set, for a language-model loss in the actor's update, with weight
+    pretrain_coefficient (each iteration uses the texts of its own rows); None: no such loss.
     """
 
     cost: Callable[..., Any] | Mapping[str, Any] | None = None
@@ -87,7 +87,7 @@ class SafeRLHF(RolloutAlgorithm):
         )
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """After an iteration, with its metrics: move the multiplier for the next one."""
+        """Move the multiplier for the next iteration."""
         mean_cost = metrics["compute_advantages/costs/mean"]
         self.multiplier = dual_step(
             self.multiplier, mean_cost, self.limit, self.multiplier_rate, self.multiplier_bounds

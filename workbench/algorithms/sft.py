@@ -16,10 +16,10 @@ class SFT(Algorithm):
 
     Supervised fine-tuning on demonstrations: the first stage of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155).
 
-    rows: demonstrations a batch, of `Training.minibatches` optimizer steps. epochs: over each batch; the stream goes
-    round by itself, `len(demonstrations) // rows` batches are one epoch of the data. Demonstrations that were held out
-    are scored by `lab.actor.compute_log_prob(demonstrations.held_out)`, after which
-    `lab.last_metrics["compute_log_prob"]["old_log_prob/mean"]` is the loss on them with the sign turned.
+    rows: demonstrations per batch, which takes `Training.minibatches` optimizer steps. epochs: over each batch; the
+    stream repeats the data, `len(demonstrations) // rows` batches are one epoch of it. To score the held-out data, call
+    `lab.actor.compute_log_prob(demonstrations.held_out)`; the loss on them is then the negative of
+    `lab.last_metrics["compute_log_prob"]["old_log_prob/mean"]`.
     """
 
     lab: Lab

@@ -1,4 +1,4 @@
-"""Rollouts that wait to be trained on: what the stages up to generation made for one iteration to come."""
+"""Rollouts that wait for training: the batches of the stages up to generation, made for one later iteration."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workbench.messages.metrics import MetricValues
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 from workbench.workers.rollout_columns import PAUSED
 
-UNKNOWN = -1  # the weights version of rollouts that do not say which weights drew them
-BEGUN = "begun"  # beside stages in `made`: the rows with which the generation under way goes on
+UNKNOWN = -1  # the weights version of rollouts that do not say which weights generated them
+BEGUN = "begun"  # a key of `made` beside the stages: the rows that the current generation resumes
 
 
 @dataclass(kw_only=True, eq=False)
 class WaitingRollouts:
-    """What is there of one iteration to come.
+    """The batches made so far for one later iteration: an entry of `lab.buffer`.
 
-    iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
-    made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
-    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. generated_in: the
-    iteration in which its responses were generated, or went on, last.
+    iteration: the iteration that the prompts are for. stages: the stages up to generation, in order; () for a batch
+    from `Buffer.add`. made: by stage, the batches made so far; the last stage's are the rollouts. metrics: by stage,
+    the metrics that it reported. times_drawn: how often each row of the rollouts was drawn; None before the first use.
+    generated_in: the iteration in which the responses were last generated or resumed.
     """
 
     iteration: int
@@ -39,23 +39,23 @@ class WaitingRollouts:
 
     @property
     def whole(self) -> bool:
-        """Whether all of its stages have run."""
+        """Whether all stages have run."""
         return bool(self.made) and all(stage in self.made for stage in self.stages)
 
     def made_by(self, stages: Sequence[str] | None) -> bool:
-        """Whether it is whole, and these stages made it; None: any stages."""
+        """Whether this entry is whole and was made by these stages; None: by any stages."""
         return self.whole and (stages is None or self.stages == tuple(stages))
 
     @property
     def paused(self) -> list[int]:
-        """The prompts of its groups with a response that has paused. Waits until the responses are drawn."""
+        """The uids of prompts with a paused response. Waits until the responses are generated."""
         if "token_versions" not in self.rollouts.names:
             return []
         return list(dict.fromkeys(self.rows["prompt_uid"][self.rows["paused"]].tolist()))
 
     @property
     def group_count(self) -> int:
-        """How many groups it has; a row of the first batch of an iteration is a prompt."""
+        """The number of groups. It equals the rows of the first stage's batch, which are the prompts."""
         return self.made[self.stages[0]].rows if self.stages else len(self.versions())
 
     @property
@@ -65,20 +65,20 @@ class WaitingRollouts:
 
     @property
     def version(self) -> int:
-        """The optimizer steps of the actor's weights that drew it; of several, of the oldest."""
+        """The version (optimizer steps) of the actor's weights that generated the rollouts; of several, the oldest."""
         if "token_versions" in self.rollouts.names:
             return int(self.rows["weights_version"].min())
         return int(self.rollouts.meta.get("weights_version", UNKNOWN))
 
     @property
     def rows(self) -> Mapping[str, np.ndarray]:
-        """What is known of each row of the rollouts: `prompt_uid`, `weights_version` of its tokens, of several the
-        oldest, `response_tokens`, `reward` (NaN before it is scored), and whether it has `paused`."""
+        """Columns about each row of the rollouts: `prompt_uid`, `weights_version` (the oldest among its tokens),
+        `response_tokens`, `reward` (NaN before it is scored), and `paused` (whether the response has paused)."""
         if self._rows is None:
             batch = self.rollouts
             read = ("prompt_uid", "rewards", "token_versions", "ending")
-            table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves them unknown
-            self.made.pop(BEGUN, None)  # the generation that went on with them has ended
+            table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves `_rows` unset
+            self.made.pop(BEGUN, None)  # the generation that resumed these rows has ended
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             endings: Any = table.get("ending", [""] * batch.rows)
             if isinstance(rewards, Ragged):
@@ -104,14 +104,14 @@ class WaitingRollouts:
         return self.times_drawn
 
     def versions(self) -> dict[int, int]:
-        """The prompts of its groups, in order, with the version of each one's oldest token."""
+        """Return the prompt uids of the groups, in order, each with the weights version of its oldest token."""
         found = dict[int, int]()
         for uid, version in zip(self.rows["prompt_uid"].tolist(), self.rows["weights_version"].tolist(), strict=True):
             found[uid] = min(version, found.get(uid, version))
         return found
 
     def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
-        """Of each batch the rows of these prompts."""
+        """Return an entry with the rows of these prompts only, in each batch."""
         wanted, made = list(uids), dict[str, Batch]()
         kept = np.flatnonzero(np.isin(self.rows["prompt_uid"], wanted))
         for stage, batch in self.made.items():
@@ -124,15 +124,15 @@ class WaitingRollouts:
         )  # fmt: skip
 
     def forget_unmade(self) -> None:
-        """Leave out what a stage that was stopped, or failed, never made."""
+        """Remove batches that will never be made, because their stage was stopped or failed."""
         for stage, batch in list(self.made.items()):
             batch.settle(wait=False)
             if batch.pending:
                 del self.made[stage]
 
     def state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """It as plain values, for checkpoints and for the next kernel. kept: what it has made, in the form in which
-        that is kept."""
+        """Return this entry as plain values, for checkpoints and for the next kernel. kept: the batches by stage, in
+        the form in which they are kept."""
         return {
             "iteration": self.iteration,
             "stages": list(self.stages),
@@ -144,8 +144,8 @@ class WaitingRollouts:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], made: Mapping[str, Batch]) -> WaitingRollouts:
-        """What `state` described. made: its batches."""
-        drawn, generated_in = state["times_drawn"], state.get("drawn_in", 0)  # which older checkpoints lack
+        """Return the entry that `state` describes. made: its batches."""
+        drawn, generated_in = state["times_drawn"], state.get("drawn_in", 0)  # older checkpoints have no "drawn_in"
         return cls(
             iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
             metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
@@ -154,15 +154,15 @@ class WaitingRollouts:
 
 
 def end_to_end(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches. Where only some were drawn in parts, what tells of the parts is left out."""
+    """Concatenate batches. If only some have the columns of partial rollouts, these columns are left out."""
     if len({set(PART_COLUMNS) <= set(batch.names) for batch in batches}) > 1:
         batches = [batch.select(*(name for name in batch.names if name not in PART_COLUMNS)) for batch in batches]
     return Batch.concat(batches)
 
 
 def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
-    """Of several generations: the largest of what is a largest, else the mean, each weighed with the rows that it has
-    here. A part of a generation tells what the whole of it did."""
+    """Combine the metrics of several generations: the largest value of metrics such as "tokens/max", else the mean,
+    weighted by rows. A part of a generation counts with the metrics of the whole generation."""
     rows, found = np.array([len(part.rows["prompt_uid"]) for part in parts]), dict[str, MetricValues]()
     for stage in parts[0].metrics:
         told = [part.metrics.get(stage, MetricValues()) for part in parts]
@@ -176,12 +176,12 @@ def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
     return found
 
 
-Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and which of its prompts; None: all
+Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # entries with the uids of chosen prompts; None: all
 
 
 def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
-    """Groups that were chosen, as those of an iteration: end to end, stage by stage. The meta of rows that several
-    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
+    """Concatenate the chosen groups, stage by stage, as the batches of one iteration. If different weights generated
+    the rows, the meta has each prompt's version, `weights_versions`, and the oldest, `weights_version`."""
     parts = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
     first = parts[0]
     if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):

@@ -1,1 +1,1 @@
-"""Where hosts live: in Ray actors, or inside the kernel."""
+"""Runs hosts: in Ray actors, or inside the kernel."""

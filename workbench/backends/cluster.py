@@ -1,7 +1,7 @@
-"""The Ray cluster under this user's workbenches: joined where there is one, else a head started outside the kernel.
+"""The Ray cluster of this user's workbenches: joins a running one, or starts a head outside the kernel.
 
 One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
-last workbench closes. `ray_access` says who can reach it.
+last workbench closes. `ray_access` controls who can reach it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Joined:
-    """A cluster that this process joined through `connect`: the address asked for, Ray's for it, whether it is ours."""
+    """A cluster that `connect` joined: the address asked for, Ray's address of it, whether it is this user's own."""
 
     asked: str | None
     address: str
@@ -55,7 +55,7 @@ class _Joined:
 
 
 _joined: _Joined | None = None
-_started: list[subprocess.Popen[bytes]] = []  # heads that this process started, to be reaped when they are stopped
+_started: list[subprocess.Popen[bytes]] = []  # heads that this process started, to be reaped after they are stopped
 
 
 def _head_file() -> Path:
@@ -63,16 +63,16 @@ def _head_file() -> Path:
 
 
 def _set_up_ray() -> None:
-    """Settings of Ray for this process and what it starts, where the user has made none."""
+    """Set defaults of Ray for this process and its children, where the user has set nothing."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
+    # by default Ray lowers the priority of its workers, which makes them very slow beside other programs
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def running_head() -> dict[str, Any] | None:
-    """{"address": .., "pid": .., "hosts": ..} of the head that this user's workbenches share, or None. hosts: where its
-    server of hosts listens, see `host_server`."""
+    """Return {"address": .., "pid": .., "hosts": ..} of the head that this user's workbenches share, or None. hosts:
+    where its server of hosts listens, see `host_server`."""
     try:
         head = files.read_json(_head_file())
         process = psutil.Process(head["pid"])
@@ -92,19 +92,19 @@ def _free_port() -> int:
 
 
 def _start_head(note: Note) -> dict[str, Any]:
-    for _ in range(ATTEMPTS - 1):  # Ray gives its processes 30 s, too little on a machine that is busy just then
+    for _ in range(ATTEMPTS - 1):  # Ray gives its processes 30 s to start, which is too little on a busy machine
         with contextlib.suppress(HostDied):
             return _try_start_head(note)
     return _try_start_head(note)
 
 
-_ahead: threading.Thread | None = None  # starts this user's head while its process does something else
-_given_up = threading.Event()  # ends what it has half started
+_ahead: threading.Thread | None = None  # starts this user's head in the background
+_given_up = threading.Event()  # makes that thread give up
 
 
 def start_ahead() -> None:
-    """Begin to start this user's head where none runs, and return at once; `connect` waits for it. Where nobody joins
-    it, `stop_idle_head` ends it."""
+    """Begin to start this user's head if none runs, and return at once; `connect` waits for it. If no process joins it,
+    `stop_idle_head` ends it."""
     global _ahead
     ray = sys.modules.get("ray")
     joined = ray is not None and ray.is_initialized()
@@ -121,19 +121,19 @@ def _start_in_background() -> None:
         if _given_up.is_set():
             raise WorkbenchError("the start of Ray", "it was given up")
 
-    # `connect` tries again, and says why it fails
+    # `connect` tries again, and raises the error
     with contextlib.suppress(WorkbenchError), locked("head", go_on):
         if running_head() is None:
             _start_head(go_on)
 
 
 def _remove_old_sessions() -> None:
-    """Ray leaves a folder of some 20 MB for each head, and a head that is killed its socket of hosts. They go an hour
-    after their head began, where no process names them: until then a head that another process starts may not have
-    started its own."""
+    """Delete folders of old Ray heads (20 MB each), and host sockets of heads that were killed, if no process names
+    them. They are kept for an hour, because a head that another process starts may not have started its own processes
+    yet."""
     named = "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
     for left in (*session_folder().glob("session_2*"), *session_folder().glob("hosts-*")):
-        with contextlib.suppress(OSError):  # another process removes it
+        with contextlib.suppress(OSError):  # another process has removed it
             if left.name not in named and time.time() - left.stat().st_mtime > 3600:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -144,15 +144,15 @@ def _try_start_head(note: Note) -> dict[str, Any]:
     hosts = str(session_folder() / f"hosts-{port}")
     log = home() / "head.log"
     command = [
-        # -P: the folder of that file, which has a ray.py, is not where it finds modules
+        # -P: do not import from the folder of that file, which has a ray.py
         *(sys.executable, "-P", str(Path(__file__).with_name("ray_head.py")), hosts, "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
         f"--temp-dir={session_folder()}",
-        *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
+        *("--include-log-monitor=false", "--no-monitor"),  # no autoscaler: there is only one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
     with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE}
-    # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
+    # Its own session: neither the kernel's end nor an interrupt of the kernel reaches the head.
     log.unlink(missing_ok=True)
     with open(files.open_to_append(log), "w") as out:
         process = subprocess.Popen(
@@ -170,7 +170,7 @@ def _try_start_head(note: Note) -> dict[str, Any]:
         created = psutil.Process(process.pid).create_time()
         head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": created, "hosts": hosts}
         files.write_json(_head_file(), head)
-    except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
+    except BaseException:  # after an interrupt, too: a head that is not on record would never be stopped
         _end_family(process.pid)
         process.wait()
         raise
@@ -178,13 +178,13 @@ def _try_start_head(note: Note) -> dict[str, Any]:
 
 
 def connect(address: str | None = None, *, start: bool = True, note: Note = lambda text: None) -> Any:
-    """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module.
+    """Join the cluster at `address`, or this user's own head (started if needed), and return the `ray` module.
 
-    A cluster that the user joined with `ray.init()` is used as it is, and left alone. Raises `BadInput` where this
-    process is joined to another cluster than the one asked for. note: called while waiting, with what is waited for.
+    A cluster that the user joined with `ray.init()` is used, and never changed. Raises `BadInput` where this process is
+    joined to another cluster than `address`. note: called with a text about what is waited for.
     """
     global _joined, _ahead
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes after the end must not join some cluster
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not join any cluster
     try:
         import ray
     except ImportError:
@@ -208,13 +208,13 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
             head = head or _start_head(note)
         target = str(address or (head and head["address"]))
         note("joining Ray")
-        # Ray would end this process once its head has been gone for a minute: `head_is_gone` asks before each call
+        # Ray would end this process a minute after its head is gone; `head_is_gone` is checked before each call instead
         access = {PATIENCE: os.environ.get(PATIENCE, str(10**9)), **own_access()} if own_head else others_access(target)
         try:
-            # only until it has joined: a program that this process starts later must not take them for the user's own
-            # settings, and start an open head because of them
+            # these variables are set only while joining: a program that this process starts later must not read them as
+            # the user's settings, and start an open head
             with _keeps_handler(), with_variables(access), reached_at(ray, target):
-                # Ray reads its settings when it is imported; it may have been imported before they were made
+                # Ray read its settings at its import, which may have been before they were set
                 ray._raylet.Config.initialize("")
                 ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
                 ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
@@ -228,8 +228,8 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
 
 @contextlib.contextmanager
 def _keeps_handler() -> Iterator[None]:
-    """While Ray is joined, which puts handlers of its own for SIGTERM in the place of the caller's: one of them aborts
-    the process three seconds later, in the middle of what is being closed."""
+    """Restore the caller's SIGTERM handler after Ray is joined: one of Ray's handlers aborts the process three seconds
+    later, in the middle of closing."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -239,20 +239,20 @@ def _keeps_handler() -> Iterator[None]:
 
 
 def joined_head() -> str | None:
-    """The address of this user's head, where this process is joined to it; None: to another cluster, or to none."""
+    """Return the address of this user's head, if this process is joined to it; None: to another cluster, or none."""
     return _joined.address if _joined is not None and _joined.own else None
 
 
 def head_is_gone(address: str) -> bool:
-    """Whether the head of this user's that was joined at that address does not run any more, or was left since."""
+    """Whether this user's head that was joined at that address no longer runs, or was left since."""
     head = running_head()
     return joined_head() != address or head is None or head["address"] != address
 
 
 def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
-    """Whether the cluster that this process is joined to is the one asked for; False: it was our own head and is gone.
+    """Whether the cluster that this process is joined to is the right one; False: it was our own head, which is gone.
 
-    Raises `BadInput` for another cluster: Ray allows one a process, and leaving it would end what runs through it.
+    Raises `BadInput` for another cluster: Ray allows one per process, and leaving it would end what runs through it.
     """
     here = _address(ray)
     if _joined is None or _joined.address != here:  # the user's own ray.init()
@@ -277,24 +277,24 @@ def _address(ray: Any) -> str:
 
 
 def _own(ray: Any, head: dict[str, Any] | None) -> bool:
-    """Whether the cluster that this process is joined to is this user's head, and that lives."""
+    """Whether the cluster that this process is joined to is this user's head, and the head runs."""
     return head is not None and head["address"] == _address(ray)
 
 
 def joined_address(ray: Any) -> str | None:
-    """Where another process finds the cluster that this one is joined to; None: it is this user's own head."""
+    """Return the address at which another process finds this process's cluster; None: it is this user's own head."""
     return None if _own(ray, running_head()) else _address(ray)
 
 
 def _note_client() -> None:
-    """Record that this process is joined to the head, which stays while any process is."""
+    """Record that this process is joined to the head, so that other processes do not stop the head."""
     folder = home() / "clients"
     files.private_folder(folder)
     files.write_bytes(folder / str(os.getpid()), repr(psutil.Process().create_time()).encode())
 
 
 def other_clients() -> list[int]:
-    """Process ids of notebooks and commands, other than this one, that are joined to this user's head."""
+    """Return the process ids of other notebooks and commands that are joined to this user's head."""
     alive = []
     for note in (home() / "clients").glob("[0-9]*"):
         try:
@@ -309,8 +309,8 @@ def other_clients() -> list[int]:
 
 
 def stop_idle_head() -> None:
-    """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one. Where
-    the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some seconds quicker."""
+    """Stop the head if no workbench lives on it and no other process is joined to it, because Ray would end such a
+    process. With the variable WORKBENCH_KEEP_RAY the head stays, and the next opening is some seconds faster."""
     global _ahead
     if _ahead is not None:
         _given_up.set()
@@ -331,7 +331,7 @@ def stop_head() -> None:
 
 
 def _users_own(head: dict[str, Any] | None) -> bool:
-    """Whether the user of this process joined `head` with ray.init(): it is not ours to take away then."""
+    """Whether the user of this process joined `head` with ray.init(): then it must not be stopped here."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized() or not _own(ray, head):
         return False

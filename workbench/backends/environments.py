@@ -1,4 +1,4 @@
-"""Whether the other machines of a cluster have the code of this one: hosts import it there."""
+"""Checks that the other machines of a cluster have the same code, because hosts import it there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.errors import MissingDependency
 from workbench.support.code_version import code_version
 
 SHOWN, ANSWER_S = 3, 60.0
-DATA = "datasets/"  # only the controller reads them, and a link to them does not travel
+DATA = "datasets/"  # only the controller reads them, and the link to them is not shipped
 REMEDY = (
     "install the same there, by a lock file or an image; or have Ray ship the code, by ray.init(address, "
     "runtime_env={'py_modules': [workbench]}) before the workbench is opened: docs/clusters.md"
@@ -17,13 +17,13 @@ REMEDY = (
 
 
 def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, Any]) -> None:
-    """Raise `MissingDependency` where a machine has no such package, or other versions of what computes, or other files
-    of this package. machines: names of them by the id of their Ray node. runtime_env: of hosts."""
+    """Raise `MissingDependency` where a machine lacks this package, or has other versions of the computing libraries,
+    or other files of this package. machines: their names by the id of their Ray node. runtime_env: of hosts."""
 
     if not machines:
         return
 
-    def look() -> dict[str, Any]:  # a function of a function travels by value
+    def look() -> dict[str, Any]:  # an inner function is pickled by value
         from workbench.support.code_version import code_version
 
         return code_version()
@@ -41,7 +41,7 @@ def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, A
             raise MissingDependency(
                 f"{where}: {error.cause}", "hosts import what this process imports", REMEDY
             ) from None
-        except ray.exceptions.RayError:  # a machine that ended meanwhile: the start of its hosts will say so
+        except ray.exceptions.RayError:  # the machine has ended: the start of its hosts will raise the error
             continue
         if differing := _differing(mine, theirs):
             raise MissingDependency(
@@ -54,7 +54,7 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     here, there = _builds(mine["versions"]), _builds(theirs["versions"])
     found = [
         f"{name} {there[name]} (here {here[name]})"
-        for name in sorted(here.keys() & there.keys())  # one that is missing is said where it is needed
+        for name in sorted(here.keys() & there.keys())  # a missing library is reported where it is needed
         if here[name] != there[name]
     ]
     mine, theirs = ({n: d for n, d in of["files"].items() if not n.startswith(DATA)} for of in (mine, theirs))
@@ -66,5 +66,5 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _builds(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions of libraries, without what tells builds for CPUs from those for GPUs."""
+    """Return versions of libraries without the marks of CPU or GPU builds."""
     return {n.removesuffix("-cpu"): text.partition("+")[0] for n, text in versions.items() if n != "workbench"}

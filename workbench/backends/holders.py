@@ -1,4 +1,4 @@
-"""Who holds devices: other workbenches and other processes, in words for the error of an opening that finds no room."""
+"""Describes the workbenches and processes that hold devices, for the error of an opening that finds no room."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WAIT = "wait for them with wb.open(..., wait_s=600)"
 def taken(
     error: DevicesTaken, gpus: Sequence[Gpu], records: Sequence[registry.Record] = (), *, mine: Collection[int] = ()
 ) -> DevicesTaken:
-    """The error with who holds the devices, and what can be done about it.
+    """Return the error with the holders of the devices, and remedies.
 
-    gpus: of this machine. records: of workbenches that hold devices, beside those with processes on these GPUs.
+    gpus: of this machine. records: of workbenches that hold devices, in addition to those with processes on these GPUs.
     mine: processes that do not count.
     """
     on_gpus = {pid for gpu in gpus for pid in gpu.holders} - set(mine)
@@ -38,12 +38,12 @@ def taken(
 
 
 def on_cluster(address: str | None, device: str) -> list[registry.Record]:
-    """The workbenches on a cluster that have devices of that kind. address: None: this user's own head."""
+    """Return the workbenches on a cluster that hold devices of that kind. address: None: this user's own head."""
 
     def has(record: registry.Record) -> bool:
         try:
             return registry.description(record).device == device
-        except WorkbenchError:  # code that it names is not here
+        except WorkbenchError:  # its code cannot be imported here
             return True
 
     return [record for record in registry.records() if record.address == address and has(record)]
@@ -89,8 +89,7 @@ def _clock(time_s: float) -> str:
 
 
 def when_free(wait_s: float, note: Callable[[str], None], attempt: Callable[[], Any]) -> Any:
-    """What `attempt` gives, which is carried out again and again for `wait_s` seconds while it raises
-    `DevicesTaken`."""
+    """Return what `attempt` returns; repeat it for `wait_s` seconds while it raises `DevicesTaken`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

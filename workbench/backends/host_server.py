@@ -1,11 +1,11 @@
-"""Hosts on a CPU begin as forks of one process that has imported what they need: they are there in a second or two, and
-share the memory of these imports.
+"""Starts hosts on a CPU as forks of one process that has made their imports: they start in a second or two, and share
+the memory of these imports.
 
-    ray_head.py   starts `serve` beside the head, with which it ends
-    raylet        runs this file where it would run Python: the server forks, and the fork becomes the worker
+    ray_head.py   starts `serve` beside the head; both end together
+    raylet        runs this file in place of Python: the server forks, and the fork becomes the worker
 
-Run as a program it imports little. Where the server does not answer, or has imported other files than a new Python
-would, a host is a new Python. Hosts on GPUs always are: CUDA does not survive a fork.
+As a program this file imports little. If the server does not answer, or has imported other files than a new Python
+would, a host is a new Python process. Hosts on GPUs always are, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import socket
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-DESCRIPTORS = (0, 1, 2)  # of a worker, handed over by the process that raylet has started
+DESCRIPTORS = (0, 1, 2)  # of a worker, sent by the process that raylet has started
 IMPORTED = (
     "workbench.workers.host", "workbench.workers.roles", "workbench.engines.training.torch_engine",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 REQUEST_S = 5.0  # how long a request may take to arrive
-ANSWER_S = 120.0  # and its answer, which waits for the server's imports
+ANSWER_S = 120.0  # how long its answer may take, which waits for the server's imports
 
 
 def python_for_hosts(path: str) -> str:
-    """The command to give to Ray in place of a Python. path: where the server listens."""
+    """Return the command that Ray runs in place of Python. path: where the server listens."""
     import shlex
 
     return shlex.join([sys.executable, "-S", "-E", "-P", os.path.abspath(__file__), path])
 
 
 def begin_worker(path: str, command: list[str]) -> None:
-    """Have the server fork a worker, and wait for its end; without a server that runs this code, become the worker."""
+    """Have the server fork a worker, and wait for its end. Without a server that runs this code, become the worker."""
     request = json.dumps([command, dict(os.environ), os.getcwd(), sys.executable, os.path.abspath(__file__)]).encode()
     ends = array.array("i", DESCRIPTORS)
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
@@ -48,34 +48,34 @@ def begin_worker(path: str, command: list[str]) -> None:
         server.sendall(request)
         if server.recv(1) == b"y":
             server.settimeout(None)
-            server.recv(1)  # nothing comes; the worker holds the other end as long as it lives
+            server.recv(1)  # returns when the worker, which holds the other end, has ended
             return
     os.execv(sys.executable, [sys.executable, *command])
 
 
 def serve(path: str) -> str:
-    """Fork workers until standard input, which the head holds, is closed. Returns in each worker, with its script."""
+    """Fork workers until standard input, held open by the head, is closed. Returns in each worker, with its script."""
     import importlib
 
     files = _files()
-    # no threads, which a fork would lose; numpy's stay one in hosts, torch's are set by each
+    # no threads, because a fork loses them; in hosts numpy keeps one thread, and each host sets torch's
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
-    listener.listen(64)  # who asks before the imports are done waits for them
+    listener.listen(64)  # requests wait until the imports are done
     sys.path.insert(0, ROOT)
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is there stays shared
+    gc.freeze()  # so that existing objects stay in shared memory
     return _forks(listener, path, files)
 
 
 def _files() -> dict[str, float]:
-    """When each file of this package was changed last, and the folder of the libraries."""
+    """Return the time of the last change of each file of this package, and of the folder of the libraries."""
     import importlib.util
 
     found = {}
@@ -92,7 +92,7 @@ def _forks(listener: socket.socket, path: str, files: dict[str, float]) -> str:
     import select
 
     own = os.path.abspath(__file__)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers: the system reaps them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers are not waited for: the system reaps them
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
@@ -117,19 +117,19 @@ def _forks(listener: socket.socket, path: str, files: dict[str, float]) -> str:
                     return str(command[0])
                 except BaseException:
                     os._exit(1)
-        except (OSError, ValueError):  # of one request
+        except (OSError, ValueError):  # an error of one request
             current = True
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
             connection.close()
-        if not current:  # from now on with the files as they are
+        if not current:  # restart with the present files
             listener.close()
             os.execv(sys.executable, [sys.executable, "-P", own, "serve", path])
 
 
 def _shadows(environment: dict[str, str]) -> bool:
-    """Whether a new Python with this environment would find something that was imported here elsewhere."""
+    """Whether a new Python with this environment would find an imported module in another place."""
     imported = {name.partition(".")[0] for name in sys.modules}
     places = environment.get("PYTHONPATH", "").split(os.pathsep)
     others = (one for one in places if one not in ("", ROOT) and not one.startswith((sys.prefix, sys.base_prefix)))
@@ -139,17 +139,17 @@ def _shadows(environment: dict[str, str]) -> bool:
 def _become(
     connection: socket.socket, descriptors: list[int], environment: dict[str, str], folder: str, command: list[str]
 ) -> None:
-    """Be the process that a new Python would be."""
-    atexit.register(gc.unfreeze)  # else some libraries miss at the end what was never collected
+    """Make this process the same as a new Python process would be."""
+    atexit.register(gc.unfreeze)  # otherwise objects are never collected, which some libraries miss at exit
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.sendall(b"y")
-    os.dup(connection.fileno())  # open until this process ends
+    os.dup(connection.fileno())  # stays open until this process ends
     for own, theirs in zip(DESCRIPTORS, descriptors, strict=True):
         os.dup2(theirs, own)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.modules["numpy"].random.seed()  # Python does it for its own generator
+    sys.modules["numpy"].random.seed()  # Python reseeds only its own generator
     sys.argv = command
     given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = [os.path.dirname(command[0]), *given, *(place for place in sys.path if place not in given)]

@@ -21,13 +21,13 @@ from workbench.placement.change import PlacementChange
 
 
 class Hosts:
-    """The hosts that a description asks for, from `start` or `attach` on with a backend that reaches them.
+    """The hosts of a description. `start` or `attach` sets the backend that reaches them.
 
-    lost: the pools that are no longer whole, each with what it was lost in. pending_cleanup: by pool, the work of an
-    operation that was given up which its hosts have not ended yet. shard_successors: for a host that has ended, the
+    lost: the pools that are no longer whole, each with the operation in which it was lost. pending_cleanup: by pool,
+    work of cancelled operations that its hosts have not ended yet. shard_successors: for a host that has ended, the
     host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended. changing:
-    held from reading the description to `become` with what was made of it, so that no other change in between is lost.
-    outdated: an edit of files was refused that only new processes take: `recover` starts all of them again.
+    a lock held from reading the description to `become` with the changed one, so that no change in between is lost.
+    outdated: whether an edit was refused that only new processes take: `recover` then restarts all.
     """
 
     backend: Backend
@@ -43,7 +43,7 @@ class Hosts:
         self.become(description)
 
     def become(self, description: Description) -> None:
-        """Go on as another description says."""
+        """Switch to another description."""
         self.description = description
         self.infos: Sequence[HostInfo] = description.hosts(self.run_folder)
 
@@ -54,7 +54,7 @@ class Hosts:
 
     @property
     def inline(self) -> bool:
-        """Whether all of it is in this process."""
+        """Whether all hosts are in this process."""
         return self.description.backend == "inline"
 
     @property
@@ -62,7 +62,7 @@ class Hosts:
         return [info for info in self.infos if info.pool not in self.lost]
 
     def starting(self, change: PlacementChange, description: Description) -> list[HostInfo]:
-        """The hosts that a change of placement starts."""
+        """Return the hosts that a change of placement starts."""
         pools = {pool.name: pool for pool in change.new.pools}
         return [
             description.host(
@@ -73,19 +73,19 @@ class Hosts:
         ]
 
     def place_of(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
-        """Pool, hosts and layout of a role's workers."""
+        """Return pool, hosts and layout of a role's workers."""
         pool = self.placement.pool_of(self.description.lead if role == "numeric" else role)
         names = tuple(info.name for info in self.infos if info.pool == pool.name)
-        # the numbers of advantages are reductions over the whole batch: no model that could be cut
+        # advantages are reductions over the whole batch, without a model that could be sharded
         return pool, names, Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(role)
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
     def start(self, controller: str, note: Callable[[str], None], began_s: float, wait_s: float) -> list[Wait]:
-        """Start the processes, join each pool's process group, load the models; gives what all devices waited for.
+        """Start the processes, join each pool's process group, load the models. Returns what all devices waited for.
 
-        note: called with what is waited for. began_s: when the opening began, unix time. wait_s: how long to wait for
-        devices that others hold.
+        note: called with a text about what is waited for. began_s: when the opening began, unix time. wait_s: how long
+        to wait for devices that others hold.
         """
         description, checked_s = self.description, time.time()
         self.backend = (
@@ -101,7 +101,7 @@ class Hosts:
         return waits
 
     def attach(self, controller: str, address: str | None) -> set[str]:
-        """Find the processes that another kernel started; returns the names of those that are gone."""
+        """Find the processes that another kernel started; return the names of those that are gone."""
         backend = RayBackend(self.description.id, address, driver=controller, start=False)
         self.backend = backend
         gone = backend.attach(self.infos)
@@ -109,12 +109,12 @@ class Hosts:
         return gone
 
     def drive(self) -> None:
-        """Have the hosts refuse the calls of other kernels from now on."""
+        """Make the hosts refuse the calls of other kernels from now on."""
         if isinstance(self.backend, RayBackend):
             self.backend.drive()
 
     def end_others(self) -> None:
-        """End processes of this workbench that no placement has: an earlier kernel was killed before it ended them."""
+        """End processes of this workbench that are in no placement: a killed earlier kernel left them."""
         if isinstance(self.backend, RayBackend):
             self.backend.end_others(self.infos)
 
@@ -137,12 +137,12 @@ class Hosts:
         return Step(what, info, self.backend.work(host, method, *args))
 
     def describe(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
-        """What every host says of itself, in the order of `infos`; those of some pools are not asked."""
+        """Return every host's description of itself, in the order of `infos`. without: pools that are not asked."""
         asked = [self.backend.ask(info.name, "describe") for info in self.infos if info.pool not in without]
         return [answer.result() for answer in asked]
 
     def require_whole(self, pool: Pool, role: str) -> None:
-        """Raise `StageError` while hosts of the pool are at work on what was given up, `HostDied` where it was lost."""
+        """Raise `StageError` while the pool's hosts still work on a cancelled operation, `HostDied` if it was lost."""
         for what, pending in self.pending_cleanup.pop(pool.name, []):
             self.account(pool.name, what, pending)
         if late := self.pending_cleanup.get(pool.name):
@@ -164,7 +164,7 @@ class Hosts:
             )
 
     def account(self, pool: str, what: str, pending: Pending) -> str:
-        """Note where a host has not yet done what it was asked, "late", or has failed to do it, "lost"; which."""
+        """Note and return whether a host has not finished a request ("late"), or failed in it ("lost"); else ""."""
         if not pending.done():
             self.clean_up_later(pool, what, pending)
             return "late"
@@ -174,11 +174,11 @@ class Hosts:
         return ""
 
     def clean_up_later(self, pool: str, what: str, pending: Pending) -> None:
-        """Note what hosts of a pool have still to end before they take another stage."""
+        """Note work that hosts of a pool have to end before they take another stage."""
         self.pending_cleanup.setdefault(pool, []).append((what, pending))
 
     def lost_pools(self, timeout_s: float) -> set[str]:
-        """The pools that are not whole: a process that has ended, or says nothing; ranks that no longer agree."""
+        """Return the pools that are not whole: a process has ended or does not answer, or ranks no longer agree."""
         lost, asked = {*self.lost, *self.pending_cleanup}, {}
         for info in self.infos:
             try:

@@ -21,7 +21,7 @@ from workbench.messages.calls import Call, HostInfo
 from workbench.support.surroundings import set_variables
 from workbench.workers.host import Host
 
-# What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
+# Variables that a host's `join` sets and DeepSpeed reads, and the folder of compiled layers.
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", CACHE,
@@ -30,10 +30,10 @@ VARIABLES = (
 
 
 class _Kernel:
-    """What inline workbenches share because a process has it once: default process group, rank variables, threads,
-    filters of warnings.
+    """State that inline workbenches share because a process has only one of each: default process group, rank
+    variables, threads, filters of warnings.
 
-    The first to open notes how things were, and the last to close puts them back: a group that was there before stays.
+    The first workbench to open saves this state, and the last one to close restores it; an earlier process group stays.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,23 @@ class _Kernel:
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
-        """Around work of hosts, and what is read before them: torch's hook, which writes the rank before each line of a
-        traceback, does not stay, nor what libraries do to transformers' logging, nor, without hosts, the folder that
-        torch names when it is imported; filters of warnings stay until the last workbench is closed."""
+        """Around work of hosts and their imports: undo torch's hook, which writes the rank before each line of a
+        traceback, changes to transformers' logging, and, without open workbenches, the cache folder that torch sets at
+        its import. New filters of warnings stay until the last workbench is closed."""
         hook, filters, logger = sys.excepthook, list(warnings.filters), logging.getLogger("transformers")
         level, had_cache = logger.level, self._open or CACHE in os.environ
         try:
             yield
         finally:
             sys.excepthook = hook
-            if logger.level != level:  # else for nothing it would forget what every logger of the process lets through
+            if logger.level != level:  # only if needed: setLevel clears the caches of all loggers of the process
                 logger.setLevel(level)
             if not had_cache:
                 os.environ.pop(CACHE, None)
             self._filters += [one for one in warnings.filters if one not in filters]
 
     def enter(self) -> None:
-        """One workbench more."""
+        """Count one more workbench; save the state before the first."""
         if not self._open:
             self._variables = {name: os.environ.get(name) for name in VARIABLES}
             self._threads = torch.get_num_threads()
@@ -66,7 +66,7 @@ class _Kernel:
         self._open += 1
 
     def leave(self) -> None:
-        """One workbench less."""
+        """Count one workbench less; restore the state after the last."""
         self._open -= 1
         if self._open:
             return
@@ -75,7 +75,7 @@ class _Kernel:
         set_variables(self._variables)
         torch.set_num_threads(self._threads)
         warnings.filters[:] = [one for one in warnings.filters if one not in self._filters]  # type: ignore[index]
-        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 (caches of what was warned of)
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 (caches of past warnings)
         self._filters.clear()
 
 
@@ -83,7 +83,7 @@ KERNEL = _Kernel()
 
 
 def _keep_groups() -> None:
-    """In a process that was forked from the kernel: groups are never freed, since each would wait for a thread that
+    """In a process that was forked from the kernel, never free process groups: freeing would wait for a thread that
     this process does not have."""
     for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=_keep_groups)
 
 
 class Finished(Pending):
-    """An answer that is there, or the error that came instead. An interrupt of the kernel goes straight through."""
+    """An answer or error that is already there. An interrupt of the kernel is raised at once."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._value: Any = None
@@ -125,14 +125,14 @@ class InlineBackend(Backend):
         self._in_kernel = False
 
     def start(self, infos: Sequence[HostInfo]) -> None:
-        if not self._in_kernel:  # else it starts again
+        if not self._in_kernel:  # otherwise it is a restart
             KERNEL.enter()
         self._in_kernel = True
         with KERNEL.left_as_found():
             self._hosts = {info.name: Host(info, self) for info in infos}
 
     def host(self, name: str) -> Host:
-        """One of its hosts: it is in this process."""
+        """Return one of its hosts, which are in this process."""
         return self._hosts[name]
 
     def check_free(self, pools: Sequence[str], gpus: float) -> None:
@@ -148,7 +148,7 @@ class InlineBackend(Backend):
             self._hosts.pop(info.name).close()
 
     def call(self, host: str, method: str, *args: Any) -> Any:
-        """A host's view of its peers."""
+        """Call a peer, for a host."""
         return getattr(self._hosts[host], method)(*args)
 
     def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:

@@ -1,7 +1,7 @@
-"""The file of a journal: entries one after the other, each behind a mark, its length and its checksum.
+"""The file of a journal: a sequence of entries, each after a mark, its length and its checksum.
 
-A disk that is full, or a kernel that is killed, may leave half an entry anywhere. A reader skips what does not check,
-and goes on at the next mark. An entry has texts, numbers and bytes: reading it runs no code.
+A full disk, or a killed kernel, may leave half an entry anywhere. A reader skips bytes without a right checksum, and
+continues at the next mark. An entry has only texts, numbers and bytes: reading it runs no code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Stamp = tuple[int, int]
 
 
 def append(path: Path, entry: Mapping[str, Any]) -> None:
-    """Add an entry. A write that fails leaves the file as it was, where the disk allows that, and raises
+    """Add an entry. If the write fails, truncate the file to its old length, if the disk allows that, and raise
     `WriteFailed`."""
     left = memoryview(_framed(entry))
     with files.disk_errors(path, len(left)):
@@ -44,12 +44,12 @@ def append(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def start(path: Path, entry: Mapping[str, Any]) -> None:
-    """Put one entry in the place of all; a reader sees the old file or the new. Raises `WriteFailed`."""
+    """Replace all entries by one; a reader sees the old file or the new one. Raises `WriteFailed`."""
     files.write_bytes(path, _framed(entry))
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Which file it is, and its length: another value where somebody else has written it. None: there is none."""
+    """Return a value (inode, length) that changes when another process has written the file. None: there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -58,7 +58,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries that check, oldest first."""
+    """Yield the entries whose checksum is right, oldest first."""
     try:
         data = files.read_bytes(path, limit=None)
     except BadInput as error:
@@ -84,7 +84,7 @@ def _framed(entry: Mapping[str, Any]) -> bytes:
 
 
 class _PlainValues(pickle.Unpickler):
-    """Of values that need no class: a class runs code."""
+    """Unpickles values without classes, because a class runs code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"an entry of a journal names {module}.{name}")
@@ -93,6 +93,6 @@ class _PlainValues(pickle.Unpickler):
 def _unpickled(payload: memoryview) -> dict[str, Any] | None:
     try:
         found = _PlainValues(io.BytesIO(payload)).load()
-    except Exception:  # zeros check too
+    except Exception:  # zeros have a right checksum, too
         return None
     return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""On which machine of a Ray cluster each host goes."""
+"""Chooses the machine of a Ray cluster for each host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from workbench.messages.calls import HostInfo
 GROUPS = "/devices/"  # in the names of placement groups of workbenches
 NODE_LABEL, RACK_LABEL = "ray.io/node-id", "rack"
 SILENT_AT_ONCE = 64
-CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over several
+CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # if set, tensor groups may span machines
 
 
 def answering(ray: Any) -> dict[str, dict[str, Any]]:
-    """What Ray says of each machine that lives, by its id; those that say nothing are left out: Ray takes a minute
-    to see that a machine is gone."""
+    """Return Ray's record of each living machine, by its id, without machines that do not answer: Ray takes a minute to
+    notice that a machine is gone."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(SILENT_AT_ONCE) as at_once:
         said = at_once.map(lambda node: silent(node["NodeManagerAddress"], node["NodeManagerPort"]), alive)
@@ -30,9 +30,9 @@ def answering(ray: Any) -> dict[str, dict[str, Any]]:
 
 
 def nodes_of_hosts(ray: Any, infos: Sequence[HostInfo]) -> list[str]:
-    """The machine of each host, those of a pool on one where they can be; empty where there is one machine, or
-    devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts, or a share of
-    one. Raises `DevicesTaken` or `BadInput` where a tensor group has no machine."""
+    """Return the machine of each host, with a pool on one machine if possible; empty if there is only one machine, or
+    devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts, or a share of one.
+    Raises `DevicesTaken` or `BadInput` where a tensor group fits on no machine."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return []
     nodes = answering(ray)
@@ -42,7 +42,7 @@ def nodes_of_hosts(ray: Any, infos: Sequence[HostInfo]) -> list[str]:
     place = partial(nodes_of_pools, sizes, racks=racks)
     kind = "GPU" if infos[0].gpus else "CPU"
     total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
-    if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
+    if kind == "CPU":  # for Ray a host takes almost no CPU, so count hosts here; some of them may be about to end
         table = ray.util.placement_group_table().values()
         here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
         hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
@@ -68,12 +68,12 @@ def nodes_of_pools(
     groups: Sequence[int] | None = None,
     racks: Mapping[str, str] | None = None,
 ) -> list[list[str]] | None:
-    """The machine of each rank, pool by pool; None: there are not devices enough.
+    """Return the machine of each rank, pool by pool; None: there are not enough devices.
 
-    pools: devices of each. free: devices that each machine has free. groups: of each pool, how many ranks that stand
-    side by side stay on one machine: those of a tensor group. racks: of machines.
-    A pool stays on one machine where one has room, the fullest such, larger pools first; else in one rack; else it lies
-    over few machines, the emptiest first, ranks that stand side by side together.
+    pools: devices of each pool. free: free devices of each machine. groups: by pool, how many consecutive ranks stay on
+    one machine: those of a tensor group. racks: of machines. A pool goes to one machine if one has room (the fullest of
+    these), larger pools first; otherwise to one rack; otherwise over few machines, the emptiest first. Consecutive
+    ranks stay together.
     """
     left, found, racks = dict(free), [list[str]() for _ in pools], racks or {}
     for number in sorted(range(len(pools)), key=lambda n: -pools[n]):

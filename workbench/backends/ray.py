@@ -28,21 +28,21 @@ from workbench.support.files import open_to_append, private_folder
 from workbench.support.machine import Process, end
 from workbench.support.surroundings import Surroundings, take_over
 
-GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
-ATTACH_TIMEOUT_S = 60  # of a busy machine: an actor that is gone answers at once
+GRANT_S = 5.0  # how long a cluster may take to give devices that are free, or are being freed
+ATTACH_TIMEOUT_S = 60  # for a busy machine; for an actor that is gone, Ray answers at once
 END_GRACE_S = 10
-SAID = 160  # characters of what Ray says of it
-LOOK_S = 0.5  # so often is it asked whether the head lives
+SAID = 160  # characters of Ray's message
+LOOK_S = 0.5  # how often to check whether the head lives
 POLL_S = 0.2
 BACK = "lab.recover() starts it again; all goes on from the last checkpoint, unless only rollout workers died"
-# What a kernel that does not drive a workbench may ask its hosts.
+# Methods of hosts that a kernel which does not drive the workbench may call.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
-# variables that are a host's own, wherever the notebook runs
+# variables that hosts set themselves: changes in the notebook are not sent
 OF_HOSTS = (
     "CUDA_VISIBLE_DEVICES", "RAY_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GLOO_", "NCCL_",
     "DS_ACCELERATOR",
 )  # fmt: skip
-# A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
+# The placement declares a CPU host's share of cores, not Ray, because there may be more slots than cores.
 CPU_SHARE = 0.001
 
 
@@ -50,7 +50,7 @@ class RayPending(Pending):
     def __init__(self, ray: Any, ref: Any, host: str, head: str | None = None) -> None:
         self._ray, self.ref, self._host, self._head = ray, ref, host, head
         self.ready = False  # whether it is known to be done
-        self.answer: tuple[Any, ...] = ()  # once it was fetched
+        self.answer: tuple[Any, ...] = ()  # after it was fetched
 
     def done(self) -> bool:
         return self.ready or bool(self.answer) or bool(self._ray.wait([self.ref], timeout=0)[0])
@@ -62,9 +62,9 @@ class RayPending(Pending):
     def _get(self) -> Any:
         try:
             while self._head is not None and not self._ray.wait([self.ref], timeout=LOOK_S)[0]:
-                _need_head(self._head)  # without it there may never be an answer
+                _need_head(self._head)  # without the head there may never be an answer
             return self._ray.get(self.ref)
-        except self._ray.exceptions.OutOfMemoryError as error:  # not one of the actor errors
+        except self._ray.exceptions.OutOfMemoryError as error:  # it is no subclass of RayActorError
             raise HostDied(
                 f"host {self._host} is gone",
                 f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
@@ -83,13 +83,13 @@ class RayPending(Pending):
             ) from error
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error
-            if not isinstance(cause, WorkbenchError):  # those say all there is to say
+            if not isinstance(cause, WorkbenchError):  # workbench errors need no traceback
                 cause.add_note(f"on host {self._host}:\n{str(error).strip()}")
             raise cause from None
 
 
 def _need_head(address: str | None) -> None:
-    """Raise `HostDied` where this user's head, which was joined at that address, is gone. None: another cluster."""
+    """Raise `HostDied` if this user's head, joined at that address, is gone. address: None: another cluster."""
     if address is not None and head_is_gone(address):
         raise HostDied(
             "the Ray head of this user is gone, and all hosts with it",
@@ -99,7 +99,7 @@ def _need_head(address: str | None) -> None:
 
 
 class _Peers:
-    """A host's view of the others of its workbench, from inside its actor."""
+    """Calls other hosts of the workbench, from inside a host's actor."""
 
     def __init__(self, lab: str) -> None:
         self._lab = lab
@@ -113,12 +113,12 @@ class _Peers:
                 self._handles[host] = ray.get_actor(_actor_name(self._lab, host), namespace=NAMESPACE)
             except ValueError as error:
                 raise HostDied(f"host {host} is gone", "its process ended before") from error
-        # in a group of its own, so that hosts that pull from each other do not wait for each other's stages
+        # its own concurrency group: hosts that pull from each other do not wait for each other's stages
         return RayPending(ray, self._handles[host].data.remote(method, *args), host).result()
 
 
 def send_output_to(path: str) -> None:
-    """Append this process's stdout and stderr, those of its C++ libraries included, to a file: the notebook stays
+    """Append this process's stdout and stderr, including those of C++ libraries, to a file, to keep the notebook
     quiet."""
     logs = Path(path).parent
     private_folder(logs.parent)  # the run folder
@@ -129,14 +129,14 @@ def send_output_to(path: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    # Ray wraps these two; plain ones write straight to the file
+    # Ray has wrapped these two; plain ones write directly to the file
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 
 
 def _actor_class(ray: Any) -> Any:
     class HostActor:
-        """A thin shell: what it runs is looked up by name on the `Host` at call time."""
+        """A thin wrapper: it looks up methods by name on the `Host` at call time."""
 
         def __init__(self, info: HostInfo, asked_s: float) -> None:
             from workbench.backends.ray import send_output_to
@@ -189,10 +189,10 @@ def _actor_class(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _sending(host: str) -> Iterator[None]:
-    """Around the pickling of arguments. Raises `BadInput` for one that cannot be sent."""
+    """Around the pickling of arguments: raise `BadInput` for an argument that cannot be sent."""
     try:
         yield
-    except TypeError as error:  # Ray's names the whole argument, over pages
+    except TypeError as error:  # Ray's message shows the whole argument, over pages
         raise BadInput(
             f"an argument cannot be sent to host {host}: {error.__cause__ or error}",
             "Ray sends a function with what it reads, also one with own_process=False",
@@ -205,19 +205,19 @@ def _actor_name(lab: str, host: str) -> str:
 
 
 def end_hosts(lab: str, address: str | None, hosts: Iterable[str], processes: Iterable[Process]) -> None:
-    """End the hosts of the workbench with this id, and give back its devices. Returns when their memory is free again,
-    as far as they run on this machine. address: the cluster's; None: this user's own head."""
-    with contextlib.suppress(NotFound):  # no head: they ended with it
+    """End the hosts of the workbench with this id, and give back its devices. Returns when their memory on this machine
+    is free again. address: of the cluster; None: this user's own head."""
+    with contextlib.suppress(NotFound):  # without a head the hosts have ended, too
         ray = connect(address, start=False)
         for host in hosts:
-            with contextlib.suppress(ValueError):  # ended before
+            with contextlib.suppress(ValueError):  # it has ended already
                 ray.kill(ray.get_actor(_actor_name(lab, host), namespace=NAMESPACE))
         _remove_groups(ray, _groups_prefix(lab))
     end(processes, grace_s=END_GRACE_S)
 
 
 def _remove_groups(ray: Any, prefix: str, kept: Collection[str] = ()) -> None:
-    """Give back the devices of the placement groups whose names begin like that, and end the hosts on them."""
+    """Give back the devices of the placement groups whose names begin with `prefix`, and end the hosts on them."""
     from ray.util.placement_group import PlacementGroup
 
     for group, entry in ray.util.placement_group_table().items():
@@ -230,17 +230,17 @@ def _groups_prefix(lab: str) -> str:
 
 
 def _group_name(info: HostInfo) -> str:
-    """Of the placement group of a host's pool."""
+    """Return the name of the placement group of a host's pool."""
     return f"{_groups_prefix(info.lab)}{info.pool}.{info.again}."
 
 
 class RayBackend(Backend):
-    """One actor a device, in one detached placement group a pool: whose devices are given back when it ends.
+    """One actor per device, in one detached placement group per pool. A pool gives its devices back when it ends.
 
-    lab: the workbench's id, part of the names of all that it has on the cluster. driver: tells kernels apart: hosts
-    do what the one says that called `drive` last, and show others what they ask. note: called while waiting, with what
-    is waited for. cluster: address of the cluster for other processes; None: this user's own head.
-    processes: of each host. wait_s: how long `start` waits for devices that others hold.
+    lab: the workbench's id, part of all its names on the cluster. driver: names the kernel: hosts obey the kernel that
+    called `drive` last, and only answer questions of others (`LOOKS`). note: called with a text about what is waited
+    for. cluster: address of the cluster for other processes; None: this user's own head. processes: of each host.
+    wait_s: how long `start` waits for devices that others hold.
     """
 
     name = "ray"
@@ -255,12 +255,12 @@ class RayBackend(Backend):
         self._head = joined_head()
         self._actors: dict[str, Any] = {}
         self._looked_s = time.monotonic()
-        # the notebook's surroundings, and those of them that hosts know of: later changes go with the next stage
+        # the notebook's surroundings, and those that each host knows: changes are sent with the next stage
         self._before, self._known = Surroundings.here(), dict[str, Surroundings]()
         self.processes: dict[str, Process] = {}
 
     def rejoin(self, note: Callable[[str], None]) -> bool:
-        """Where this user's head is gone: join another one, started if need be; whether that was so."""
+        """If this user's head is gone, join another one, started if needed; return whether it was gone."""
         if not self._without_head():
             return False
         self._ray = connect(None, note=note)
@@ -272,8 +272,8 @@ class RayBackend(Backend):
         return self._head is not None and head_is_gone(self._head)
 
     def _actor(self, host: str) -> Any:
-        """A host that can be asked. Raises `HostDied`."""
-        if time.monotonic() > self._looked_s + LOOK_S:  # a call without a head would never be answered
+        """Return the actor of a host. Raises `HostDied`."""
+        if time.monotonic() > self._looked_s + LOOK_S:  # without a head, a call would never be answered
             _need_head(self._head)
             self._looked_s = time.monotonic()
         if host not in self._actors:
@@ -284,7 +284,7 @@ class RayBackend(Backend):
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
         _need_head(self._head)
         wanted, have = sum(info.gpus for info in infos), self._ray.cluster_resources().get("GPU", 0)
-        if round(wanted, 4) > round(have, 4):  # Ray counts ten-thousandths
+        if round(wanted, 4) > round(have, 4):  # Ray counts in ten-thousandths
             raise BadInput(
                 f"a placement of {wanted:g} GPUs", f"the cluster has {have:g}", "use fewer devices, or device='cpu'"
             )
@@ -337,11 +337,11 @@ class RayBackend(Backend):
         variables = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            # idle threads that spin take the cores from other hosts: up to ten times slower
+            # idle threads that spin take cores from other hosts, which makes those up to ten times slower
             "OMP_WAIT_POLICY": "passive",
             "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
             "TOKENIZERS_PARALLELISM": "false",
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # a host takes the first GPU, and sees its own alone
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # a host uses GPU 0, and sees only its own
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
         head = running_head() if self._head is not None else None
@@ -350,7 +350,7 @@ class RayBackend(Backend):
         return {"env_vars": variables, "py_executable": python_for_hosts(head["hosts"])}  # in place of a new Python
 
     def _need_same_code(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
-        """Raise `MissingDependency` where a machine to which hosts go has other code; none is named: to any."""
+        """Raise `MissingDependency` where a machine for hosts has other code. nodes: empty: check all machines."""
         here, there = self._ray.get_runtime_context().get_node_id(), answering(self._ray)
         others = {name: there[name]["NodeManagerHostname"] for name in {*nodes} or there if name != here}
         need_same(self._ray, others, self._runtime_env(infos[0]))
@@ -369,7 +369,7 @@ class RayBackend(Backend):
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
         actors = [self._actors.pop(info.name) for info in infos if info.name in self._actors]
-        if not self._without_head():  # else they ended with it
+        if not self._without_head():  # otherwise they ended with the head
             for actor in actors:
                 self._ray.kill(actor)
             for name in dict.fromkeys(map(_group_name, infos)):
@@ -377,14 +377,14 @@ class RayBackend(Backend):
         end(gone, grace_s=END_GRACE_S)
 
     def _devices(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> Any:
-        """Reserve one device for each host of a pool: a placement group. nodes: their machines; empty: any."""
+        """Reserve one device for each host of a pool, in a placement group. nodes: their machines; empty: any."""
         ray = self._ray
         group = ray.util.placement_group(
             [{"CPU": CPU_SHARE, **({"GPU": info.gpus} if info.gpus else {})} for info in infos],
             strategy="PACK",
             name=_group_name(infos[0]),
             lifetime="detached",
-            # alone, PACK fills machine after machine, across the borders of pools
+            # without it, PACK fills one machine after the other, and ignores pools
             **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
         )
         ready, deadline = group.ready(), time.monotonic() + max(self._wait_s, GRANT_S)
@@ -402,7 +402,7 @@ class RayBackend(Backend):
         return group
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:
-        """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
+        """Find hosts that an earlier kernel started. Returns the names of those that are gone; `HostDied` for all."""
         lost = set[str]()
         for info in infos:
             try:
@@ -421,8 +421,8 @@ class RayBackend(Backend):
         return lost
 
     def end_others(self, infos: Sequence[HostInfo]) -> None:
-        """End the hosts of this workbench that are none of these: a kernel that was killed while it moved roles, or
-        started hosts again, has left them."""
+        """End the hosts of this workbench other than these: a kernel that was killed during a move or a restart has
+        left them."""
         _remove_groups(self._ray, _groups_prefix(self._lab), [_group_name(info) for info in infos])
 
     def _pending(self, host: str, ref: Any) -> RayPending:
@@ -431,12 +431,12 @@ class RayBackend(Backend):
         return RayPending(self._ray, ref, f"{host}{where}", self._head)
 
     def _send(self, host: str, call: Any, *args: Any, **kwargs: Any) -> RayPending:
-        """Make a call of a host. Raises `BadInput` for arguments that cannot be sent."""
+        """Call a host. Raises `BadInput` for arguments that cannot be sent."""
         with _sending(host):
             return self._pending(host, call.remote(self._driver, *args, **kwargs))
 
     def drive(self) -> None:
-        """Have the hosts do what this kernel says, and no other's."""
+        """Make the hosts obey this kernel, and no other."""
         asked = [self._pending(host, actor.drive.remote(self._driver)) for host, actor in self._actors.items()]
         for pending in asked:
             pending.result()
@@ -451,7 +451,7 @@ class RayBackend(Backend):
                 changes |= {"variables": {name: variables[name] for name in variables if not name.startswith(OF_HOSTS)}}
             common, own = call.parts()
             arguments = tuple(map(id, common.values()))
-            if arguments not in pickled:  # most ranks have the same
+            if arguments not in pickled:  # most ranks have the same common part
                 with _sending(host):
                     pickled[arguments] = self._ray.cloudpickle.dumps(common)
             yield self._send(host, actor.execute, pickled[arguments], own, changes)
@@ -471,7 +471,7 @@ class RayBackend(Backend):
             ready = self._ray.wait([*left], num_returns=len(left), timeout=0)[0]
             for ref in ready:
                 left[ref].ready = True
-            with contextlib.suppress(Exception):  # of one host: its `result` raises it
+            with contextlib.suppress(Exception):  # the error of one host: its `result` raises it
                 for ref, value in zip(ready, self._ray.get(ready), strict=True):
                     left[ref].answer = (value,)
         return [one for one in asked if one.ready]

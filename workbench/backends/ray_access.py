@@ -1,7 +1,7 @@
-"""Who can reach Ray, and how this process shows that it may: addresses, token, certificates.
+"""Controls access to Ray: addresses, token, certificates.
 
-By default each of Ray's processes listens on all interfaces. A head of our own, with all that it starts, listens on
-the loopback alone: a setting that Ray has for macOS and Windows. A token protects it there from other local users.
+By default each of Ray's processes listens on all interfaces. This user's own head, and all that it starts, listens only
+on the loopback, with a setting that Ray has for macOS and Windows. A token protects it from other local users.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for a process that starts a head
 ANSWER_S = 5.0
-SOCKET = "ray/session_2026-11-23_12-16-10_016272_1234567/sockets/plasma_store"  # the longest of a session
-SOCKET_BYTES = 107  # of the path of a socket
+SOCKET = "ray/session_2026-11-23_12-16-10_016272_1234567/sockets/plasma_store"  # the longest socket path of a session
+SOCKET_BYTES = 107  # the system's limit of a socket's path
 
 
 def own_access() -> dict[str, str]:
-    """The environment with which a process starts or joins a head of this user: always with a token, whatever
-    RAY_AUTH_MODE says. The token is made where there is none. Raises `BadInput` for certificates that are not there."""
+    """Return the environment to start or join a head of this user: always with a token, whatever RAY_AUTH_MODE says.
+    Makes the token if there is none. Raises `BadInput` for missing certificates."""
     _check_certificates()
     access = {"RAY_AUTH_MODE": "token"}
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
@@ -45,8 +45,8 @@ def own_access() -> dict[str, str]:
 
 
 def others_access(address: str) -> dict[str, str]:
-    """The environment with which a process joins a cluster that somebody else started: with the token that Ray is set
-    up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder). Warns where there is none."""
+    """Return the environment to join a cluster that somebody else started: with the token that Ray is configured with
+    (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder). Warns if there is none."""
     _check_certificates()
     found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
     mode = os.environ.get("RAY_AUTH_MODE") or ("token" if found else "disabled")
@@ -72,9 +72,9 @@ def _check_certificates() -> None:
 
 
 def session_folder() -> Path:
-    """Where a head of ours keeps its sockets and logs. Ray opens its folder to all users, who could put a socket of
-    theirs in the place of one; only this user can enter the folder around it. It is in /tmp where the path of a socket
-    would be too long, as in the TMPDIR of a batch system's job. Raises `BadInput`."""
+    """Return the folder of sockets and logs of this user's head. Ray opens its folder to all users, who could replace a
+    socket by their own, so it lies in a folder that only this user can enter. It is in /tmp if the path of a socket
+    would be too long otherwise, as in the TMPDIR of a batch system's job. Raises `BadInput`."""
     name = f"wb-{os.getuid()}"
     folder = Path(tempfile.gettempdir(), name)
     if len(os.fsencode(folder / SOCKET)) > SOCKET_BYTES:
@@ -97,9 +97,9 @@ def session_folder() -> Path:
 
 @contextlib.contextmanager
 def reached_at(ray: Any, target: str) -> Iterator[None]:
-    """Have Ray use the loopback for `target` where its head listens there alone: for 127.0.0.1 Ray would otherwise take
-    the machine's own address. Raises `WorkbenchError` where nothing listens: Ray would try for minutes, and an
-    interrupt would not end it."""
+    """Make Ray use the loopback for `target` if its head listens only there; otherwise Ray would replace 127.0.0.1 by
+    the machine's own address. Raises `WorkbenchError` if nothing listens: Ray would try for minutes, and an interrupt
+    would not end it."""
     host, colon, port = target.rpartition(":")
     if not colon or not port.isdigit() or "//" in host:
         yield
@@ -119,7 +119,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def silent(host: str, port: str | int) -> str:
-    """Why nothing answers there; empty where something does."""
+    """Return why nothing answers at an address; "" if something does."""
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
@@ -128,7 +128,7 @@ def silent(host: str, port: str | int) -> str:
 
 
 def no_answer(target: str, reason: str) -> WorkbenchError:
-    """The error for a cluster that cannot be joined."""
+    """Return the error for a cluster that cannot be joined."""
     return WorkbenchError(
         f"no Ray cluster answers at {target!r} ({reason})",
         "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "

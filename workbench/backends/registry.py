@@ -1,12 +1,12 @@
-"""Which workbenches live on this machine: one small folder each, so that a new kernel, and `wb ls`, find them.
+"""The record of workbenches that live on this machine: one small folder each, for new kernels and `wb ls`.
 
-A folder belongs to one opening, not to a name: who closes a workbench removes its own record and nobody else's, also
-when another workbench of that name has been opened in the meantime.
+A folder belongs to one opening, not to a name: closing a workbench removes only its own record, even when another
+workbench of that name has been opened in the meantime.
 
     labs/<id>/lab.json          name, processes, address, models by role: read by all
-    labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
+    labs/<id>/description.pkl   its present description, for `attach`; loading it needs the modules of its functions
     labs/<id>/owner.json        which kernel drives it
-    labs/<id>/journal.pkl       what a later kernel goes on from, entry by entry: see `workbench.session.journal`
+    labs/<id>/journal.pkl       entries from which a later kernel continues, see `workbench.session.journal`
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 FORMAT = 5  # of a record and its journal
 
 JOURNAL = "journal.pkl"
-ROOM_BYTES = 64 * 2**10  # of the files beside the description
-NAME_BYTES = 100  # of a workbench: the names of its folders and hosts begin with it
+ROOM_BYTES = 64 * 2**10  # for the files beside the description
+NAME_BYTES = 100  # of a workbench's name, which begins the names of its folders and hosts
 
-opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
+opened: dict[str, Any] = {}  # by name: workbenches that this process opened or attached to
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """A workbench on Ray that was opened and not closed.
 
-    id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head.
-    hosts: the process of each host, by the host's name. format: of the version of workbench that wrote it. roles: the
-    model of each, as text.
+    id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head. hosts:
+    the process of each host, by the host's name. format: the record format of the writing version. roles: the model of
+    each role, as text.
     """
 
     id: str
@@ -61,18 +61,18 @@ class Record:
 
     @property
     def alive(self) -> bool | None:
-        """Whether all its hosts run; None: some are on other machines, and none is known to have ended."""
+        """Whether all its hosts run; None: unknown, because some are on other machines."""
         states = {process.alive for process in self.hosts.values()}
         return False if False in states else None if None in states else True
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """The folder of the record."""
         return _folder(self.id)
 
 
 def check_name(name: str) -> str:
-    """Return `name`, or raise `BadInput` if no workbench can be called that."""
+    """Return `name`; raise `BadInput` if no workbench can have this name."""
     text = isinstance(name, str) and name and all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
     if not text or len(name.encode()) > NAME_BYTES:
         rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
@@ -83,7 +83,7 @@ def check_name(name: str) -> str:
 
 
 def write(record: Record, description: Description) -> Record:
-    """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
+    """Record the present state of a workbench; return the record, with its roles' models. Raises `WriteFailed`."""
     files.private_folder(record.folder)
     files.write_bytes(record.folder / "description.pkl", pickles.dumps(description))
     record = replace(record, roles={role: str(model) for role, model in description.models.items()})
@@ -92,20 +92,20 @@ def write(record: Record, description: Description) -> Record:
 
 
 def rewrite(description: Description, hosts: dict[str, Process]) -> None:
-    """Record the hosts that a workbench has after a move; nothing is recorded of one that was closed elsewhere."""
+    """Record the hosts of a workbench after a move, unless it was closed elsewhere."""
     record = next((record for record in records() if record.id == description.id), None)
     if record is not None:
         write(replace(record, hosts=hosts, digests=description.digests), description)
 
 
 def check_room(description: Description) -> None:
-    """Raise `WriteFailed` where the disk has no room for another record of a workbench."""
+    """Raise `WriteFailed` if the disk has no room for another record of a workbench."""
     with _unless_closed(description.id):
         files.check_room(_folder(description.id), 2 * len(pickles.dumps(description)) + ROOM_BYTES)
 
 
 def records() -> list[Record]:
-    """Every workbench that is recorded, by name."""
+    """Return the records of all workbenches, by name."""
     found = []
     for path in (home() / "labs").glob("*/lab.json"):
         try:
@@ -114,19 +114,19 @@ def records() -> list[Record]:
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
         except BadInput as error:
             files.tell_once(str(error))
-        except (OSError, ValueError, KeyError, TypeError):  # removed just now; of another version
+        except (OSError, ValueError, KeyError, TypeError):  # removed just now, or of another version
             continue
     return sorted(found, key=lambda record: record.name)
 
 
 def find(name: str) -> Record | None:
-    """The record of the workbench of that name, if there is one."""
+    """Return the record of the workbench with that name, or None."""
     check_name(name)
     return next((record for record in records() if record.name == name), None)
 
 
 def with_id(id: str) -> Record:
-    """The record of one opening, or `NotFound`."""
+    """Return the record of one opening. Raises `NotFound`."""
     for record in records():
         if record.id == id:
             return record
@@ -134,7 +134,7 @@ def with_id(id: str) -> Record:
 
 
 def get(name: str) -> Record:
-    """The record of the workbench of that name, or `NotFound`."""
+    """Return the record of the workbench with that name. Raises `NotFound`."""
     record = find(name)
     if record is None:
         names = ", ".join(record.name for record in records())
@@ -147,7 +147,7 @@ def get(name: str) -> Record:
 
 
 def description(record: Record) -> Description:
-    """What a workbench was opened with. Raises `BadInput` where another version of workbench, or another user, has
+    """Return the description of a workbench. Raises `BadInput` where another version of workbench, or another user, has
     written it, `MissingDependency` where code that it names cannot be imported."""
     if record.format != FORMAT:
         raise BadInput(
@@ -171,32 +171,30 @@ def description(record: Record) -> Description:
 
 
 def forget(lab: str) -> None:
-    """Remove the record of the workbench with this id, and no other's of its name."""
+    """Remove the record of the workbench with this id, but not of others with its name."""
     shutil.rmtree(_folder(lab), ignore_errors=True)
 
 
 def append_to_journal(lab: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere. Raises
-    `WriteFailed`."""
+    """Add an entry to the journal, unless the workbench was closed elsewhere. Raises `WriteFailed`."""
     with _unless_closed(lab):
         journal_file.append(_folder(lab) / JOURNAL, entry)
 
 
 def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
-    """Put one entry in the place of the journal; nothing is written for a workbench that was closed elsewhere. Raises
-    `WriteFailed`."""
+    """Replace the journal by one entry, unless the workbench was closed elsewhere. Raises `WriteFailed`."""
     with _unless_closed(lab):
         journal_file.start(_folder(lab) / JOURNAL, entry)
 
 
 def journal(lab: str) -> Iterator[dict[str, Any]]:
-    """The entries of the journal, oldest first, without those that are damaged."""
+    """Return the entries of the journal, oldest first, without damaged ones."""
     return journal_file.entries(_folder(lab) / JOURNAL)
 
 
 def owned_entries(lab: str) -> Iterator[dict[str, Any]]:
-    """The entries of the handle that took the workbench over last, which has begun the file with a whole one. A slow
-    kernel may have added its own behind that before it noticed."""
+    """Yield the entries of the handle that took over the workbench last; its first entry is a whole one. A slow kernel
+    may have added its own entries after that, before it noticed."""
     controller = None
     for entry in journal(lab):
         if controller is None or "whole" in entry:
@@ -206,7 +204,7 @@ def owned_entries(lab: str) -> Iterator[dict[str, Any]]:
 
 
 def counters(lab: str) -> dict[str, Any]:
-    """The counters of the journal, of which nothing is unpickled; empty where they cannot be read."""
+    """Return the counters of the journal, without unpickling; empty where they cannot be read."""
     text = "{}"
     for entry in owned_entries(lab):
         text = entry.get("counters", text)
@@ -217,13 +215,13 @@ def counters(lab: str) -> dict[str, Any]:
 
 
 def journal_stamp(lab: str) -> journal_file.Stamp | None:
-    """Another value whenever the journal has been written; None where there is none."""
+    """Return a value that changes whenever the journal is written; None where there is none."""
     return journal_file.stamp(_folder(lab) / JOURNAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The kernel that drives a workbench. controller: of its processes' workbenches, which one. since_s: unix time."""
+    """The kernel that drives a workbench. controller: the handle in that process. since_s: unix time."""
 
     controller: str
     process: Process
@@ -231,7 +229,7 @@ class Owner:
 
     @property
     def lives(self) -> bool:
-        """Whether it may still call stages: not, where its process has ended."""
+        """Whether it may still call stages: False after its process has ended."""
         return self.process.alive is not False
 
     @property
@@ -241,7 +239,7 @@ class Owner:
 
 
 def driving(lab: str, waiting: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-    """Inside, no other kernel takes the workbench with this id over, nor switches it to another placement."""
+    """Inside, no other kernel can take over the workbench with this id, or switch it to another placement."""
     return locked(f"labs/{lab}/driving", waiting)
 
 
@@ -253,7 +251,7 @@ def own(lab: str, controller: str) -> None:
 
 
 def owner(lab: str) -> Owner | None:
-    """Which kernel drives the workbench with this id; None where none is known."""
+    """Return the kernel that drives the workbench with this id; None where it is unknown."""
     try:
         values = files.read_json(_folder(lab) / "owner.json")
         return Owner(**{**values, "process": Process(**values["process"])})
@@ -265,7 +263,7 @@ def owner(lab: str) -> Owner | None:
 
 
 def owner_stamp(lab: str) -> int | None:
-    """Another number whenever another kernel has taken the workbench with this id; None where none is known."""
+    """Return a number that changes whenever another kernel takes over the workbench; None where no owner is known."""
     try:
         return (_folder(lab) / "owner.json").stat().st_mtime_ns
     except OSError:
@@ -273,7 +271,7 @@ def owner_stamp(lab: str) -> int | None:
 
 
 def last_used_s(lab: str) -> float:
-    """When a stage of it was last called, unix time; 0.0: nothing is known."""
+    """Return when a stage of the workbench was last called, unix time; 0.0: unknown."""
     try:
         return (_folder(lab) / JOURNAL).stat().st_mtime
     except OSError:
@@ -286,7 +284,7 @@ def _folder(lab: str) -> Path:
 
 @contextlib.contextmanager
 def _unless_closed(lab: str) -> Iterator[None]:
-    """What cannot be written because the record is gone is not written."""
+    """Suppress failed writes if the record is gone, because the workbench was closed."""
     try:
         yield
     except WriteFailed:

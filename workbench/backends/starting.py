@@ -1,4 +1,4 @@
-"""Bringing up the hosts of a workbench: each pool's process group, then the models; one error for all ranks."""
+"""Starts the hosts of a workbench: each pool's process group, then the models; one error for all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.telemetry import Span, TelemetryStore
 from workbench.workers.roles import ROLE_WORKERS
 
 POLL_S = 0.2
-# After the first failure the others get this long, so that equal failures are reported together.
+# How long to wait for other failures after the first one, so that equal failures are reported together.
 GRACE_S = 2.0
 
 Note = Callable[[str], None]
@@ -27,7 +27,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wait:
-    """A part of opening for which all devices wait: its kind of span, from when to when (unix times), what it is."""
+    """A part of opening for which all devices wait: its kind of span, start and end (unix times), and a note."""
 
     kind: str
     start_s: float
@@ -37,7 +37,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Step:
-    """What one host was asked to do, such as "loading critic"."""
+    """A request to one host, such as "loading critic"."""
 
     what: str
     host: HostInfo
@@ -45,7 +45,7 @@ class Step:
 
 
 def join_pools(backend: Backend, infos: Sequence[HostInfo], note: Note) -> None:
-    """Join every pool's process group. Raises as `settle` does."""
+    """Join every pool's process group. Raises the errors of `settle`."""
     first = [
         Step("opening the pool's store", ranks[0], backend.work(ranks[0].name, "open_store")) for ranks in _pools(infos)
     ]
@@ -67,9 +67,9 @@ def begin_loading(
     roles: Mapping[str, Collection[str]] | None = None,
     beside: Collection[str] = (),
 ) -> list[Step]:
-    """Begin to load the models of roles, those of different pools at the same time; `settle` waits for them.
+    """Begin to load the models of roles, with different pools in parallel; `settle` waits for them.
 
-    roles: which, by pool; None: all. beside: the pools whose hosts have roles already, which these are to replace.
+    roles: by pool, the roles to load; None: all. beside: the pools whose hosts keep roles that these will replace.
     """
     lead = description.models[description.lead]
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
@@ -84,7 +84,7 @@ def begin_loading(
                 continue
             worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
             layout = Layout(d=pool.devices) if role == "numeric" else description.layout_of(role)
-            # all ranks of a pool go through the roles in the same order: DeepSpeed needs them together
+            # all ranks of a pool build the roles in the same order, because DeepSpeed builds on all ranks together
             for info in (info for info in infos if info.pool == pool.name):
                 note(f"loading {role}")
                 waits = pool.name in beside
@@ -93,7 +93,7 @@ def begin_loading(
                     **options,
                 )  # fmt: skip
                 loading.append(Step(f"loading {role}", info, pending))
-                if failure(pending):  # inline, where a call is over when it returns
+                if failure(pending):  # inline, where a call has ended when it returns
                     settle(backend, loading, note)
     return loading
 
@@ -101,7 +101,7 @@ def begin_loading(
 def record_opening(
     backend: Backend, infos: Sequence[HostInfo], telemetry: TelemetryStore, waits: Sequence[Wait]
 ) -> None:
-    """Write down where the seconds of opening went: what all devices waited for, and what each host did."""
+    """Record where the seconds of opening went: what all devices waited for, and what each host did."""
     for info in infos:
         telemetry.append_spans(
             Span(stage="open", run=0, role="", pool=info.pool, rank=info.rank, device=info.device, **vars(wait))
@@ -111,11 +111,11 @@ def record_opening(
 
 
 def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:
-    """Wait for all steps, telling `note` what the hosts are at, and return their answers.
+    """Wait for all steps, tell `note` what the hosts are doing, and return the answers.
 
-    A rank that fails leaves the others of its pool in a collective, so the first failure ends the waiting. Raises
-    `HostDied`, or an error of the failure's own class where it is ours, else `StageError` with the remote traceback as
-    a note; the message names the role, the pool and the ranks.
+    The first failure ends the waiting, because other ranks of the pool may wait in a collective for the failed one.
+    Raises `HostDied`, or an error of the failure's class if it is a workbench error, otherwise `StageError` with the
+    remote traceback as a note; the message names the role, the pool and the ranks.
     """
     failed_s: float | None = None
     while len(backend.wait([step.pending for step in steps], POLL_S)) < len(steps):
@@ -136,7 +136,7 @@ def _pools(infos: Sequence[HostInfo]) -> Iterator[list[HostInfo]]:
 
 
 def _doing(backend: Backend, steps: Sequence[Step]) -> str:
-    """What the hosts say that they are at; empty where none answers at once."""
+    """Return what the hosts say they are doing; empty where none answers quickly."""
     asked = [backend.ask(name, "status") for name in dict.fromkeys(step.host.name for step in steps)]
     backend.wait(asked, POLL_S)
     said: dict[str, None] = {}
@@ -148,7 +148,7 @@ def _doing(backend: Backend, steps: Sequence[Step]) -> str:
 
 
 def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
-    # what other ranks run into follows from a host's death
+    # errors of other ranks follow from a host's death
     failures = sorted(failures, key=lambda failed: not isinstance(failed[1], HostDied))
     step, first = failures[0]
     same = [s for s, error in failures if (s.what, type(error), str(error)) == (step.what, type(first), str(first))]

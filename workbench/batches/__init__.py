@@ -1,1 +1,1 @@
-"""Batches: columns, where their rows lie, the handle in the notebook, the store, files."""
+"""Batches: tables whose columns lie on the hosts; their handle in the notebook, the store that keeps them, files."""

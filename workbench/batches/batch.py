@@ -1,4 +1,4 @@
-"""Batches from batches: rows chosen, ordered, cut and joined; columns chosen, renamed and joined. No tensor moves."""
+"""`Batch`: select, order, split and join rows, and select, rename and join columns, without moving a tensor."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Batch(BatchHandle):
     """A named, versioned, immutable table whose columns lie on the hosts.
 
     Every stage returns a new version with more columns; the old one stays valid. Token columns are ragged (packed, no
-    padding): `prompt_ids`, `response_ids`, and one number a response token in `response_mask`, `rollout_log_prob`,
-    `old_log_prob`, `ref_log_prob`, `values`, `advantages`, `returns`. `rewards` is one number a row.
+    padding): `prompt_ids`, `response_ids`, and one number per response token in `response_mask`, `rollout_log_prob`,
+    `old_log_prob`, `ref_log_prob`, `values`, `advantages`, `returns`. `rewards` is one number per row.
 
-    meta: plain values that travel along: the iteration, temperature and weights version of the rollout, and the
+    meta: plain values that stages pass on: the iteration, temperature and weights version of the rollout, and the
     temperature of `old_log_prob` (`log_prob_temperature`).
     """
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def take(self, rows: RowNumbers) -> Batch:
-        """A choice of rows, by number, in the order given."""
+        """Return the rows with these numbers, in the given order."""
         index = self._row_numbers(rows)
         return self.derive("take", rows_of(self.columns, index))
 
     def repeat(self, n: PositiveInt) -> Batch:
-        """Every row n times, copies side by side."""
+        """Return every row n times, with the copies of a row next to each other."""
         return self if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
 
     def filter(
@@ -53,12 +53,12 @@ class Batch(BatchHandle):
         keep: Sequence[bool] | np.ndarray | pd.Series | Callable[[pd.DataFrame], Any],
         columns: Iterable[str] = (),
     ) -> Batch:
-        """The rows for which `keep` is true.
+        """Return the rows for which `keep` is true.
 
             batch.filter(lambda rows: rows.rewards > 0, columns=["rewards"])
 
-        keep: one truth value a row (list, array, tensor, series); or a function that gives them for `df(columns)`:
-        then these columns, and no others, are brought here.
+        keep: one truth value per row (list, array, tensor, series); or a function that returns them for `df(columns)`:
+        then only these columns are fetched.
         """
         if callable(keep):
             if not (names := list(columns)):
@@ -77,28 +77,28 @@ class Batch(BatchHandle):
         return self.take(np.flatnonzero(mask))
 
     def split(self, n: PositiveInt) -> list[Batch]:
-        """n batches of consecutive rows, as equally many as can be."""
+        """Return n batches of consecutive rows, of nearly equal size."""
         if n > self.rows:
             raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
 
     def shuffle(self, seed: NonNegativeInt) -> Batch:
-        """The rows in an order that only the seed, and how many there are, decides."""
+        """Return the rows in a random order, which depends only on the seed and the number of rows."""
         return self.take(np.random.default_rng(seed).permutation(self.rows))
 
     def lengths(self, column: str) -> np.ndarray:
-        """Tokens of each row of a ragged column, [rows] int64; counted on the hosts, no token moves."""
+        """Return the number of tokens of each row of a ragged column, int64 [rows]. The hosts count; no token moves."""
         self.need([column], "lengths")
         if self.columns[column].row_shape != ("*",):
             raise BadInput(f"lengths({column!r})", "its rows are no token sequences", "choose a column of shape [*]")
         return self._source.lengths(column, self.columns[column].location)
 
     def balance(self, ranks: PositiveInt, minibatches: PositiveInt = 1) -> Batch:
-        """The rows in an order in which ranks that step together get nearly equally many tokens.
+        """Return the rows in an order that gives nearly equal numbers of tokens to ranks which step together.
 
-        ranks: replicas that share a minibatch (d of the group's layout). minibatches: of the update that will read it.
-        Each minibatch keeps its rows, so an update computes the same gradients; which rank has which of them changes.
-        Tokens are those of prompt and response; the hosts count them.
+        ranks: replicas that share a minibatch (d of the group's layout). minibatches: their number in the next update.
+        Each minibatch keeps its rows, so an update computes the same gradients; only the rank of a row changes. Counts
+        the tokens of prompt and response, on the hosts.
         """
         cut = minibatch_rows(self.rows, minibatches)
         if len(cut[0]) < ranks:
@@ -115,19 +115,19 @@ class Batch(BatchHandle):
     # --- columns ------------------------------------------------------------------------------------------------------
 
     def select(self, *columns: str) -> Batch:
-        """Only these columns, in this order."""
+        """Return the batch with only these columns, in this order."""
         if not columns:
             raise BadInput("select() of no column", "a batch has at least one column")
         self.need(columns, "select")
         return self.derive("select", *self.ready(columns))
 
     def drop(self, *columns: str) -> Batch:
-        """Without these columns."""
+        """Return the batch without these columns."""
         self.need(columns, "drop")
         return self.select(*(name for name in self.names if name not in columns))
 
     def rename(self, **names: ColumnName) -> Batch:
-        """Columns under other names, `rename(old="new")`."""
+        """Return the batch with columns under other names: `rename(old="new")`."""
         self.need(names, "rename")
         columns: dict[str, Column] = {}
         for old, column in self.columns.items():
@@ -138,11 +138,11 @@ class Batch(BatchHandle):
         return self.derive("rename", columns)
 
     def join(self, other: Batch) -> Batch:
-        """This batch with the columns of another added, row by row. Where meta differ, its own stay.
+        """Return this batch with the columns of another added, row by row. Where meta differ, keep this batch's.
 
             batch.join(greedy.select("rewards").rename(rewards="baseline_rewards"))
 
-        Raises `BadInput` for names that both have, and for another number of rows.
+        Raises `BadInput` if both have a column of the same name, or different numbers of rows.
         """
         self.check_beside([other], "join")
         if self.rows != other.rows:
@@ -157,10 +157,10 @@ class Batch(BatchHandle):
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The rows of several batches, end to end, as the next version of the first, whose meta stay.
+        """Return the rows of several batches, end to end, as the next version of the first batch, with its meta.
 
-        Raises `BadInput` unless all are of one workbench, have the same columns of the same dtypes and row shapes, and
-        were sampled, and scored by `compute_log_prob`, at one temperature.
+        Raises `BadInput` unless all batches belong to one workbench, have the same columns with the same dtypes and row
+        shapes, and were sampled, and scored by `compute_log_prob`, at one temperature.
         """
         if not batches:
             raise BadInput("concat([])", "takes at least one batch, in a list", "write concat([a, b])")
@@ -205,14 +205,14 @@ class Batch(BatchHandle):
     def disagreements(
         self, one: ColumnName, two: ColumnName, threshold: Number | tuple[Number, Number] | None = None
     ) -> Disagreements:
-        """Where two verifiers disagree: a frame of the rows, that with the largest gap first, with both scores, and how
-        often they agree, with Cohen's kappa.
+        """Compare the scores of two verifiers: a frame of the rows with both scores, the largest gap first, the share
+        of rows on which they agree, and Cohen's kappa.
 
             batch.disagreements("math", "judge").df
 
-        one, two: components of the reward by name (else of the cost), or any columns of numbers; of numbers of tokens
-            the sum. threshold: a score above it is a yes, for both or for each; default: the middle of the range, 0.5
-            for scores in [0, 1]. Rows that are not `valid` are left out.
+        one, two: names of components of the reward (else of the cost), or any columns of numbers; a column of numbers
+            per token is summed. threshold: a score above it counts as yes; one for both, or one for each; default: the
+            middle of the range, 0.5 for scores in [0, 1]. Leaves out rows that are not `valid`.
         """
         from workbench.batches.disagreements import disagreements
 
@@ -226,7 +226,7 @@ class Batch(BatchHandle):
         return disagreements(self, (columns[0], columns[1]), threshold)
 
     def check_beside(self, others: Iterable[Batch], reader: str) -> None:
-        """Raise `BadInput` unless all are batches of this one's workbench."""
+        """Raise `BadInput` unless all batches belong to this batch's workbench."""
         for other in others:
             if not other.is_of(self._source):
                 raise BadInput(
@@ -237,7 +237,7 @@ class Batch(BatchHandle):
 
 
 def _check_temperatures(batches: Sequence[Batch]) -> None:
-    """Raise `BadInput` where rows were sampled, or scored, at several temperatures."""
+    """Raise `BadInput` if the batches were sampled, or scored, at different temperatures."""
     kinds = {
         "temperature": "sampled", "log_prob_temperature": "scored", "teacher_temperature": "scored by a teacher"
     }  # fmt: skip

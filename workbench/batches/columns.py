@@ -1,9 +1,9 @@
-"""Tables of rows: the one form in which workers read and return columns, hosts keep them, and `Batch.fetch` gives them.
+"""Tables of rows. Workers read and return columns in this form, hosts keep them in it, and `Batch.fetch` returns it.
 
 A column is one of
 
-    Tensor   [rows, ...]   numbers of one shape a row (a reward)
-    Ragged   [rows, *]     numbers of varying length a row (tokens, log-probabilities), packed: no padding is stored
+    Tensor   [rows, ...]   numbers, rows of equal shape (a reward)
+    Ragged   [rows, *]     numbers, rows of varying length (tokens, log-probabilities), packed: no padding is stored
     list     [rows]        anything else (text, answers)
 """
 
@@ -30,7 +30,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Tensor | Sequence[Any]], dtype: torch.dtype) -> Ragged:
-        """Pack rows, given one by one."""
+        """Pack a sequence of rows."""
         parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
         return cls(torch.cat(parts) if parts else torch.empty(0, dtype=dtype), lengths)
@@ -46,39 +46,39 @@ class Ragged:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the lengths are those of rows which lie in `values` end to end."""
+        """Whether `lengths` are valid (1-D, int64, not negative) and add up to the number of `values`."""
         lengths = self.lengths
         right = lengths.ndim == 1 and lengths.dtype == torch.int64 and not bool((lengths < 0).any())
         return right and self.values.ndim >= 1 and int(lengths.sum()) == len(self.values)
 
     def rows(self) -> list[Tensor]:
-        """Views of the rows."""
+        """Return the rows as views of `values`."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def pad(self, fill: float = 0) -> Tensor:
-        """Right-padded [rows, longest]."""
+        """Return the rows right-padded, [rows, longest]."""
         if not len(self):
             return self.values.new_zeros((0, 0))
         return torch.nn.utils.rnn.pad_sequence(self.rows(), batch_first=True, padding_value=fill)
 
     def like(self, values: Tensor) -> Ragged:
-        """Other values of the same row lengths."""
+        """Return other values with the same row lengths."""
         return Ragged(values, self.lengths)
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Ragged:
-        """Rows by number, in that order; its work is that of the rows taken, not of the whole column."""
+        """Return the rows with these numbers, in this order; the values of other rows are not touched."""
         lengths, places = _taken(self.lengths, torch.as_tensor(index, dtype=torch.int64))
         return Ragged(self.values[places.to(self.values.device)], lengths)
 
 
 def _taken(lengths: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The lengths of some rows, and the places of their values, row after row."""
+    """Return the lengths of the rows at `index`, and the positions of their values, row after row."""
     some = lengths[index]
     return some, _places(torch.cumsum(lengths, 0)[index] - some, some)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The places in `values` of rows that begin at `starts`, row after row."""
+    """Return the positions in `values` of rows that begin at `starts`, row after row."""
     places = torch.repeat_interleave(starts - torch.cumsum(lengths, 0) + lengths, lengths)
     return places + torch.arange(len(places))
 
@@ -88,7 +88,7 @@ Table = dict[str, ColumnValues]
 
 
 def nbytes(column: ColumnValues) -> int:
-    """Bytes of the numbers of a column (text: of its UTF-8)."""
+    """Return the size of a column's numbers in bytes (of a list: of its entries as UTF-8 text)."""
     if isinstance(column, Ragged):
         return column.values.nbytes + column.lengths.nbytes
     if isinstance(column, Tensor):
@@ -101,7 +101,7 @@ def table_bytes(table: Mapping[str, ColumnValues]) -> int:
 
 
 def describe(column: ColumnValues) -> tuple[str, tuple[int | str, ...]]:
-    """(dtype, shape of one row); "*" stands for a length that varies."""
+    """Return (dtype, shape of one row); "*" stands for a varying length."""
     if isinstance(column, Ragged):
         return str(column.values.dtype).removeprefix("torch."), ("*",)
     if isinstance(column, Tensor):
@@ -110,7 +110,7 @@ def describe(column: ColumnValues) -> tuple[str, tuple[int | str, ...]]:
 
 
 def kind_of(column: ColumnValues) -> str:
-    """What a column is, for messages."""
+    """Return the kind of a column in words, for messages."""
     if isinstance(column, Ragged):
         return "a Ragged, with one number a token"
     if isinstance(column, Tensor):
@@ -119,7 +119,7 @@ def kind_of(column: ColumnValues) -> str:
 
 
 def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
-    """A token column of a table; `BadInput` where the column of that name is another kind."""
+    """Return a table's column as a Ragged; raise `BadInput` if it is of another kind."""
     column = table[name]
     if not isinstance(column, Ragged):
         raise BadInput(
@@ -132,7 +132,7 @@ def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
 
 
 def numbers_in(table: Mapping[str, ColumnValues], name: str) -> Tensor:
-    """A column of one number a row; `BadInput` where the column of that name is another kind."""
+    """Return a table's column of one number per row; raise `BadInput` if it is of another kind."""
     column = table[name]
     if not isinstance(column, Tensor) or column.ndim != 1:
         raise BadInput(f"column {name!r} is {kind_of(column)}", "it must be a Tensor [rows], one number a row")
@@ -140,7 +140,7 @@ def numbers_in(table: Mapping[str, ColumnValues], name: str) -> Tensor:
 
 
 def check_form(name: str, column: object, error: type[WorkbenchError], where: str = "") -> None:
-    """Raise `error` where something that is to be a column is none."""
+    """Raise `error` if `column` is not a valid column. name, where: for the message."""
     if isinstance(column, Ragged) and not column.is_whole:
         raise error(
             f"{where}column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
@@ -160,10 +160,10 @@ def check_form(name: str, column: object, error: type[WorkbenchError], where: st
 
 
 def rows_at(table: Mapping[str, ColumnValues], positions: np.ndarray) -> Table:
-    """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
+    """Return the rows at `positions`, in that order. Consecutive rows are returned as a view, without a copy."""
     if run := _run(positions):
         return {name: _slice(column, run) for name, column in table.items()}
-    index, taken = _index(positions), dict[int, tuple[Tensor, Tensor]]()  # by the lengths, which columns may share
+    index, taken = _index(positions), dict[int, tuple[Tensor, Tensor]]()  # by id of the lengths, which may be shared
     rows: Table = {}
     for name, column in table.items():
         if isinstance(column, Ragged):
@@ -179,14 +179,14 @@ def rows_at(table: Mapping[str, ColumnValues], positions: np.ndarray) -> Table:
 
 
 def _run(positions: np.ndarray) -> slice | None:
-    """Consecutive positions as a slice; None for others."""
+    """Return consecutive positions as a slice; None for other positions."""
     if not len(positions) or not np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
         return None
     return slice(int(positions[0]), int(positions[0]) + len(positions))
 
 
 def _index(positions: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(positions, dtype=np.int64))  # a copy: torch warns of read-only memory
+    return torch.from_numpy(np.array(positions, dtype=np.int64))  # a copy: torch warns about read-only memory
 
 
 def _slice(column: ColumnValues, run: slice) -> ColumnValues:
@@ -197,7 +197,7 @@ def _slice(column: ColumnValues, run: slice) -> ColumnValues:
 
 
 def own_copy(table: Mapping[str, ColumnValues]) -> Table:
-    """The columns in memory of their own; the entries of lists are shared."""
+    """Return copies of the columns; the entries of lists are shared."""
     copies: Table = {}
     for name, column in table.items():
         if isinstance(column, Ragged):
@@ -208,8 +208,8 @@ def own_copy(table: Mapping[str, ColumnValues]) -> Table:
 
 
 def assembled(parts: Sequence[tuple[np.ndarray, Mapping[str, ColumnValues]]]) -> Table:
-    """One table, in memory of its own, of the rows of several tables of the same columns. Beside each: which rows of
-    the result its rows become. Every value is copied once."""
+    """Return one new table of the rows of several tables with the same columns; every value is copied once. parts: for
+    each table the row numbers of the result at which its rows go, and the table."""
     places, first = parts[0]
     if len(parts) == 1 and _run(places):
         return own_copy(first)
@@ -243,21 +243,21 @@ def _placed(index: Sequence[Tensor], parts: Sequence[Tensor], total: int) -> Ten
 
 
 def array_of(tensor: Tensor) -> tuple[str, np.ndarray]:
-    """A tensor as the name of its dtype and a numpy array."""
+    """Return the name of a tensor's dtype, and the tensor as a NumPy array (bfloat16 as int16)."""
     tensor = tensor.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
     return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def tensor_over(plain: tuple[str, np.ndarray]) -> Tensor:
-    """The inverse of `array_of`, over the same memory. What came through shared memory is only to be read."""
+    """Return the tensor of a result of `array_of`, over the same memory. Don't write to it if that memory is shared."""
     name, array = plain
     out = torch.from_numpy(np.asarray(_Lent(array)))
     return out.view(torch.bfloat16) if name == "bfloat16" else out
 
 
 class _Lent:
-    """An array's memory without its mark that it is read-only, of which torch would warn."""
+    """Exposes an array's memory without its read-only flag, about which torch would warn."""
 
     def __init__(self, array: np.ndarray) -> None:
         interface = array.__array_interface__
@@ -265,7 +265,7 @@ class _Lent:
 
 
 def to_wire(table: Mapping[str, ColumnValues]) -> dict[str, Any]:
-    """A table with arrays in place of tensors, over the same memory."""
+    """Return a table with NumPy arrays in place of tensors, over the same memory."""
     wire: dict[str, Any] = {}
     for name, column in table.items():
         if isinstance(column, Ragged):
@@ -276,7 +276,7 @@ def to_wire(table: Mapping[str, ColumnValues]) -> dict[str, Any]:
 
 
 def from_wire(wire: Mapping[str, Any]) -> Table:
-    """The inverse of `to_wire`, over the same memory: only to be read, so that who keeps or changes it takes a copy."""
+    """Return the table of a result of `to_wire`, over the same memory. Copy the table before you keep or change it."""
     table: Table = {}
     for name, column in wire.items():
         if isinstance(column, list):

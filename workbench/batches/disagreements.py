@@ -1,4 +1,4 @@
-"""Where two verifiers of the same responses disagree: `batch.disagreements("math", "judge")`."""
+"""Compares two verifiers of the same responses: `batch.disagreements("math", "judge")`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHOWN_ROWS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreements:
-    """Two columns of scores, row by row.
+    """The comparison of two columns of scores, row by row.
 
-    df: a line a valid row, that with the largest gap first: `row`, its number; `prompt`, `response`; both scores;
-        `gap`, between the scores, each over its range where it leaves [0, 1]; `agree`, whether both are above their
-        threshold, or neither; `rewards_notes`, where the batch has it.
-    counts: rows by whether the first and the second are above. thresholds: of both. left_out: rows that failed.
-    one_sided: which verifier has the same verdict of all rows: kappa is then 0 or NaN, however well they agree. Empty
-        where both have two verdicts.
+    df: one line per valid row, the largest gap first: `row`, its number; `prompt`, `response`; both scores; `gap`, the
+        distance of the scores, each scaled by its range if it leaves [0, 1]; `agree`, whether both are above their
+        threshold, or neither; `rewards_notes`, if the batch has it.
+    counts: number of rows by (first is above, second is above). thresholds: of both. left_out: number of rows left out
+        because they failed or lack a score.
+    one_sided: says which verifier gives all rows the same verdict, so that kappa is 0 or NaN; "" if neither does so.
     """
 
     names: tuple[str, str]
@@ -53,14 +53,14 @@ class Disagreements:
 
     @property
     def agreement(self) -> float:
-        """The share of the rows for which both are above their threshold, or neither is."""
+        """The share of rows on which both scores are above their threshold, or neither is."""
         return (self.counts[True, True] + self.counts[False, False]) / max(1, sum(self.counts.values()))
 
     @property
     def kappa(self) -> float:
-        """Cohen's kappa: (p_o - p_e) / (1 - p_e), where p_o is the agreement and p_e what two verifiers would reach by
-        chance that are as often above their threshold. 1: always, 0: by chance. Where one has the same verdict of all
-        rows it is 0, where both have, NaN: see `one_sided`.
+        """Cohen's kappa: (p_o - p_e) / (1 - p_e), where p_o is the agreement, and p_e the agreement by chance of two
+        verifiers that exceed their thresholds as often. 1: full agreement, 0: agreement by chance. If one verifier
+        gives all rows the same verdict, kappa is 0; if both do, NaN: see `one_sided`.
 
         Source: Cohen 1960, A coefficient of agreement for nominal scales, https://doi.org/10.1177/001316446002000104.
         """
@@ -72,7 +72,7 @@ class Disagreements:
 
     @property
     def _told(self) -> tuple[str, str]:
-        """On how many rows they differ, and kappa, in words."""
+        """The number of rows on which the verdicts differ, and kappa, in words."""
         apart = self.counts[True, False] + self.counts[False, True]
         kappa = f"kappa says nothing: {self.one_sided}" if self.one_sided else f"kappa {self.kappa:.2f}"
         return f"{apart} of {sum(self.counts.values())} rows", kappa
@@ -82,7 +82,7 @@ class Disagreements:
         return f"<{self.names[0]} and {self.names[1]} disagree on {apart}; {kappa}>"
 
     def _repr_html_(self) -> str:
-        """The rows by the two verdicts, and the first lines."""
+        """Return a table of row counts by the two verdicts, and the first lines of `df`."""
         (apart, kappa), rows = self._told, len(self.df)
         one, two = (f"{name} > {limit:.4g}" for name, limit in zip(self.names, self.thresholds, strict=True))
         verdicts = [
@@ -102,12 +102,12 @@ def _short(value: Any) -> Any:
 
 
 def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple[float, float] | None) -> Disagreements:
-    """See `Batch.disagreements`; names: of the columns."""
+    """Compare two columns of a batch, see `Batch.disagreements`. names: the columns' names."""
     values = [_scores(batch, name) for name in names]
     valid = np.ones(batch.rows, dtype=bool)
     if "valid" in batch.names:
         valid = np.asarray(batch.fetch(["valid"])["valid"], dtype=bool)
-    valid &= np.isfinite(values[0]) & np.isfinite(values[1])  # a row without a score is left out
+    valid &= np.isfinite(values[0]) & np.isfinite(values[1])  # leaves out rows without a score
     spans = [_span(scores[valid]) for scores in values]
     if threshold is None:
         limits = tuple((low + high) / 2 for low, high in spans)
@@ -138,7 +138,7 @@ def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple
 
 
 def _scores(batch: Batch, name: str) -> np.ndarray:
-    """A number a row: of a column of tokens their sum, of those that the policy chose."""
+    """Return one number per row; a column of numbers per token is summed over the tokens that the policy chose."""
     masked = ["response_mask"] if "response_mask" in batch.names else []
     table = batch.fetch([name, *masked])
     column, mask = table[name], table.get("response_mask")
@@ -152,7 +152,7 @@ def _scores(batch: Batch, name: str) -> np.ndarray:
 
 
 def _span(scores: np.ndarray) -> tuple[float, float]:
-    """What scores are measured on: 0 to 1, or, where they leave that, from the least to the greatest."""
+    """Return the range of scores: (0, 1), or (least, greatest) if some score lies outside [0, 1]."""
     low, high = min(0.0, float(scores.min(initial=0.0))), max(1.0, float(scores.max(initial=1.0)))
     if (low, high) != (0.0, 1.0):
         low, high = float(scores.min()), float(scores.max())

@@ -1,14 +1,14 @@
-"""A batch in one file of the safetensors format, which other tools open as well.
+"""Saves a batch to one file of the safetensors format, which other tools can open as well, and reads it.
 
 A column c of a batch is one or two tensors of the file:
     Tensor   c.values  [rows, ...]
     Ragged   c.values  the rows end to end              c.lengths  [rows] int64
     list     c.values  each row as JSON, end to end     c.lengths  [rows] int64, in bytes of UTF-8
-Beside its tensors a safetensors file has texts, here two: "workbench", the `Header` as JSON, and "sha256", the digest
-of the file with 64 zeros in the place of that digest.
+The file's metadata has two texts: "workbench", the `Header` as JSON, and "sha256", the digest of the file with 64 zeros
+in the place of that digest.
 
-Writer and reader hold one group of rows of a column, of about CHUNK_BYTES, in memory: what is written lies in files
-that are mapped into memory until all of it is there.
+Writer and reader hold a group of about CHUNK_BYTES of a column's rows in memory. The writer collects each column in a
+temporary file, which it maps into memory.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 FORMAT: Literal[3] = 3
 CHUNK_BYTES = 64 * 2**20
-ZEROS = "0" * 64  # in the place of the digest
-DIGEST = b'"sha256":"'  # what stands before it; quotes of other texts are escaped
-# what both safetensors and columns have
+ZEROS = "0" * 64  # stand for the digest while it is computed
+DIGEST = b'"sha256":"'  # the bytes before the digest; quotes in other texts are escaped
+# the dtypes that both safetensors and columns have
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 Kind = Literal["tensor", "ragged", "list"]
 
 
 class Header(BaseModel, strict=True, extra="forbid"):
-    """What there is to know of a batch beside its tensors.
+    """The description of a saved batch, kept beside its tensors.
 
-    columns: the kind of each, in order. vocabulary: whose the token ids are, where it has any.
+    columns: the kind of each column, in order. vocabulary: the vocabulary of its token ids; None if it has none.
     """
 
     format: Literal[3] = FORMAT
@@ -65,7 +65,7 @@ class Header(BaseModel, strict=True, extra="forbid"):
 
 
 def write(path: str | os.PathLike[str], batch: BatchHandle, *, mode: int = files.PRIVATE) -> Path:
-    """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
+    """Write a batch to a file, for `Batch.save`. If writing fails, the old file stays as it was."""
     target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else "lies in a folder that is not there"
@@ -91,7 +91,7 @@ def write(path: str | os.PathLike[str], batch: BatchHandle, *, mode: int = files
         permissions = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         text = json.dumps(header.model_dump())
         save_file(tensors, file.name, metadata={"workbench": text, "sha256": ZEROS})
-        os.chmod(file.name, permissions)  # safetensors gives it to its owner alone
+        os.chmod(file.name, permissions)  # safetensors makes the file accessible only to its owner
         with open(file.name, "r+b") as written:
             place, _, digest = _digests(written)
             written.seek(place)
@@ -106,7 +106,7 @@ def _kind(column: Column) -> Kind:
 
 
 def _spool(batch: BatchHandle, name: str, column: Column, file: Path) -> dict[str, Tensor]:
-    """The tensors of a column, which is fetched a chunk at a time; the values are mapped from `file`."""
+    """Return the tensors of a column. Fetches the column in chunks, and maps the values from `file`."""
     dtype = torch.uint8 if column.dtype == "object" else getattr(torch, column.dtype)
     lengths, shape = [], (0,)
     with file.open("wb") as out:
@@ -118,16 +118,16 @@ def _spool(batch: BatchHandle, name: str, column: Column, file: Path) -> dict[st
                 lengths.append(part.lengths)
                 part = part.values
             shape = (shape[0] + len(part), *part.shape[1:])
-            if part.numel():  # torch gives no view of nothing
+            if part.numel():  # torch cannot view an empty tensor as bytes
                 out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    size = math.prod(shape)  # a file of no bytes cannot be mapped
+    size = math.prod(shape)  # an empty file cannot be mapped
     values = torch.from_file(str(file), size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
     made = {f"{name}.values": values.reshape(shape)}
     return made | ({f"{name}.lengths": torch.cat(lengths)} if lengths else {})
 
 
 def _chunks(rows: int, nbytes: int) -> Iterator[range]:
-    """Consecutive rows, about CHUNK_BYTES each."""
+    """Return ranges of consecutive rows, of about CHUNK_BYTES each."""
     step = max(1, math.floor(rows * min(1.0, CHUNK_BYTES / max(1, nbytes))))
     return (range(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -142,7 +142,7 @@ def _as_json(values: list[Any], name: str, rows: range) -> Ragged:
 
 
 def _json(value: Any, where: str, remedy: str) -> str:
-    """Text that gives the same value back, or `BadInput`."""
+    """Return a value as JSON text; raise `BadInput` if the text does not give the same value back."""
 
     text = ""
     with suppress(TypeError, ValueError, RecursionError):
@@ -154,9 +154,9 @@ def _json(value: Any, where: str, remedy: str) -> str:
 
 
 def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str, Any], Iterator[Table]]:
-    """The meta of a saved batch, and its rows, a group at a time.
+    """Return the meta of a saved batch, and an iterator over groups of its rows.
 
-    Raises `BadInput` for one that was damaged, and for one whose token ids are not those of `vocabulary`.
+    Raises `BadInput` for a damaged file, and for token ids of another vocabulary than `vocabulary`.
     """
     source = files.path_of(path, "path")
     try:
@@ -192,7 +192,7 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
 
 
 def _header(texts: Mapping[str, str], source: Path) -> Header:
-    """The header of a file, all of whose bytes are those that were written. Raises `BadInput`."""
+    """Return the header of a file. Raises `BadInput` if the file's digest or header is wrong."""
     if not {"workbench", "sha256"} <= texts.keys():
         raise _not_ours(source, "is a safetensors file, but no batch")
     try:
@@ -216,7 +216,7 @@ def _header(texts: Mapping[str, str], source: Path) -> Header:
 
 
 def _digests(file: IO[bytes]) -> tuple[int, str, str]:
-    """Of an open file: the place of its digest, what stands there, and what should."""
+    """Return the position of an open file's digest, the digest written there, and the right digest."""
     size = file.read(8)
     head = file.read(int.from_bytes(size, "little"))
     at = head.find(DIGEST) + len(DIGEST)
@@ -227,5 +227,5 @@ def _digests(file: IO[bytes]) -> tuple[int, str, str]:
 
 
 def _not_ours(source: Path, what: str) -> BadInput:
-    """The error for a file that `batch.save` did not write, or not like this."""
+    """Return the error for a file that `batch.save` did not write, or that changed since. what: what is wrong."""
     return BadInput(f"{str(source)!r} {what}", "lab.load reads what batch.save wrote", "name such a file")

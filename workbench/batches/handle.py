@@ -1,4 +1,4 @@
-"""The notebook's handle of a batch: what it is, where it lies and a look at it, never its tensors."""
+"""The notebook's handle of a batch: its columns' descriptions and locations, and methods to look at its rows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class BatchHandle(NamedAttributes):
-    """A `Batch` but for the methods that make another of its rows and columns.
+    """The base of `Batch`, without the methods that make another batch of its rows and columns.
 
-    versions: the numbers of its versions to come, over all branches of its name. A column that is still being made is
-    in `_columns` as the run that makes it.
+    versions: yields the numbers of future versions, over all branches of its name. While a run still makes a column,
+    `_columns` has the run in the column's place.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BatchHandle(NamedAttributes):
         self.name, self.version, self._meta = name, version, dict(meta)
         self.versions = versions if versions is not None else itertools.count(version + 1)
         self.rows = lengths.pop() if lengths else rows
-        self._columns = dict(columns)  # from here on, names of columns cannot be assigned
+        self._columns = dict(columns)  # from now on, `__setattr__` refuses the names of columns
         self._source, self._counts = source, counts
         for location in {id(column.location): column.location for column in there}.values():
             counts.hold(location)
@@ -76,7 +76,7 @@ class BatchHandle(NamedAttributes):
         held = next((one for one in (name, f"{name}_ids", *close) if one in columns), "")
         return f"write .df([{held!r}])" if held else ""
 
-    if not TYPE_CHECKING:  # which would let any attribute be assigned
+    if not TYPE_CHECKING:  # a type checker that sees `__setattr__` allows any attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in self.__dict__.get("_columns", ()):
@@ -85,14 +85,14 @@ class BatchHandle(NamedAttributes):
             object.__setattr__(self, name, value)
 
     def after(self, run: Maker, writes: Iterable[str], without: Collection[str] = ()) -> Self:
-        """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read.
-        without: columns that it lacks."""
+        """Return the next version, for a run that is still making the columns `writes`. Stages accept this batch;
+        reading it waits for the run. without: columns to leave out."""
         promised = dict.fromkeys(writes, run)
         kept = {name: column for name, column in self._columns.items() if name not in {*without, *promised}}
         return self._next({**kept, **promised}, self._meta)
 
     def with_made(self, run: Maker, without: Collection[str]) -> Self:
-        """The next version, with the columns that a run has made and did not promise. It waits for no other."""
+        """Return the next version, with the result of a finished run. without: columns to leave out. Does not wait."""
         kept = {name: column for name, column in self._columns.items() if name not in without}
         return self._next({**kept, **run.made}, {**self._meta, **run.meta})
 
@@ -103,44 +103,44 @@ class BatchHandle(NamedAttributes):
         )  # fmt: skip
 
     def twin(self) -> Self:
-        """Another handle of the same batch: the store keeps it, and sees whether the notebook still holds this one."""
+        """Return another handle of the same batch, for the store: so it can see whether the notebook holds this one."""
         return self._next(self._columns, self._meta, self.version)
 
     def is_of(self, source: RowProvider) -> bool:
-        """Whether it is a workbench's."""
+        """Whether the batch belongs to the workbench `source`."""
         return self._source is source
 
     @property
     def id(self) -> str:
-        """Its name in the store, "name vversion": versions count up over all branches of one name."""
+        """The batch's name in the store, "name vversion". Versions count up over all branches of one name."""
         return f"{self.name} v{self.version}"
 
     @property
     def pending(self) -> bool:
-        """Whether some of its columns are still being made."""
+        """Whether a run is still making some of the columns, or its result was not yet taken over."""
         return bool(self.makers(self._columns))
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """Its columns by name."""
+        """The columns by name. Waits for the runs that make them."""
         self.settle()
         return MappingProxyType(self._columns)  # type: ignore[arg-type]  # none is being made any more
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Plain values that travel along."""
+        """Plain values that stages pass on with the columns. Waits for the runs that make columns."""
         self.settle()
         return MappingProxyType(self._meta)
 
     def makers(self, names: Iterable[str]) -> list[Maker]:
-        """The runs that make some of these columns, in the order of their numbers; none where all are there."""
+        """Return the runs that make some of these columns, in the order of their numbers; [] if all are there."""
         columns = self._columns
         runs = {run for name in names if not isinstance(run := columns.get(name), Column | None)}
         return sorted(runs, key=lambda run: run.number)
 
     def _made(self, counts: Callable[[Maker], bool]) -> tuple[dict[str, Column], dict[str, Any]]:
-        """The columns that are there and the meta, with those of the runs that are done and count."""
-        columns, meta = self._columns, self._meta  # read in this order: `settle` writes in the other
+        """Return the existing columns and the meta, plus those of finished runs for which `counts` is true."""
+        columns, meta = self._columns, self._meta  # in this order, because `settle` writes them in the opposite order
         there = {name: column for name, column in columns.items() if isinstance(column, Column)}
         runs = {column for column in columns.values() if not isinstance(column, Column)}
         for run in sorted(runs, key=lambda run: run.number):
@@ -152,25 +152,25 @@ class BatchHandle(NamedAttributes):
         return there, dict(meta)
 
     def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
-        """Columns whose makers are done, and what travels along with them, while others may still be made.
+        """Return these columns, whose runs are done, and their meta, while runs may still make other columns.
 
-        The meta has entries of the runs that make these columns, and of no other run that is still under way: whether
-        another one has ended by now depends on placement and speed. So a stage that reads an entry of the meta also
-        reads the column that came with it.
+        The meta has entries only of the runs that made these columns, not of other runs whose results were not yet
+        taken over: whether another run has ended depends on placement and speed. So a stage that reads an entry of the
+        meta must also read a column of the same run.
         """
         asked = tuple(names)
         columns, meta = self._made(lambda run: any(name in run.made for name in asked))
         return {name: columns[name] for name in asked}, meta
 
     def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
-        """As `part`, waiting for the makers of these columns, and of no others: one that failed takes nothing along."""
+        """Wait for the runs that make these columns, and return `part`. A failed run of another column does no harm."""
         asked = tuple(names)
         for run in self.makers(asked):
             run.result()
         return self.part(asked)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Take over what its runs have made; not `wait`: only if all are done."""
+        """Take over the columns and meta of the runs. wait: wait for them; without it, do so only if all are done."""
         runs = self.makers(self._columns)
         for run in runs if wait else ():
             run.result()
@@ -180,18 +180,18 @@ class BatchHandle(NamedAttributes):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its columns, as far as they are known without waiting."""
+        """The names of the columns, as far as they are known without waiting."""
         return tuple(self._columns)
 
     @property
     def text_names(self) -> tuple[str, ...]:
-        """Its columns of Python objects that are no status of rows, as far as they are known without waiting."""
+        """The columns of Python objects, except those of `SCHEMA`, as far as they are known without waiting."""
         there, _ = self._made(lambda run: True)
         return tuple(name for name, column in there.items() if column.dtype == "object" and name not in SCHEMA)
 
     @property
     def unknown_names(self) -> tuple[str, ...]:
-        """Columns that are being made and might turn out to be text: those that no stage of ours writes."""
+        """The columns that are being made and may turn out to be text: those that are not in `SCHEMA`."""
         return tuple(n for n, c in self._columns.items() if not isinstance(c, Column) and n not in SCHEMA)
 
     def derive(
@@ -201,13 +201,13 @@ class BatchHandle(NamedAttributes):
         meta: Mapping[str, Any] | None = None,
         others: Sequence[BatchHandle] = (),
     ) -> Self:
-        """The next version, made by `tool` of this batch and of `others`."""
+        """Return the next version, made by `tool` from this batch and `others`."""
         batch = self._next(columns, {**self._meta, **(meta or {})})
         self._source.derived(batch, tool, [self, *others])
         return batch
 
     def copies(self, n: int) -> Self:
-        """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
+        """Return every row n times, like `repeat`, for one call: the batch is not recorded as derived."""
         if n == 1:
             return self
         return self._next(rows_of(self.columns, np.repeat(np.arange(self.rows), n)), self._meta)
@@ -215,8 +215,8 @@ class BatchHandle(NamedAttributes):
     def known_as(
         self, name: str, version: int, versions: Iterator[int], columns: Iterable[str], meta: Mapping[str, Any]
     ) -> Self:
-        """Some of its columns under the name and version of a batch that was pushed out of memory, whose they are;
-        later versions count on."""
+        """Return some columns under the name and version of a batch that the store had moved to a file; later versions
+        continue its numbers."""
         return type(self)(
             name, {column: self.columns[column] for column in columns}, source=self._source, counts=self._counts,
             version=version, versions=versions, meta=meta,
@@ -224,13 +224,13 @@ class BatchHandle(NamedAttributes):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Whose tokens its ids are."""
+        """The vocabulary of the batch's token ids."""
         return self._source.vocabulary
 
     # --- looking, keeping ---------------------------------------------------------------------------------------------
 
     def need(self, columns: Iterable[str], reader: str) -> None:
-        """Raise `UnknownColumn` unless all `columns` are here."""
+        """Raise `UnknownColumn` unless the batch has all `columns`. reader: names the caller in the message."""
         missing = [name for name in columns if name not in self.names and name not in self.columns]
         if missing:
             maker = MADE_BY.get(missing[0])
@@ -250,12 +250,12 @@ class BatchHandle(NamedAttributes):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns, on all hosts."""
+        """The size of all columns on all hosts, in bytes."""
         return sum(column.nbytes for column in self.columns.values())
 
     @checked_call("batch.fetch")
     def fetch(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> Table:
-        """Bring columns (default all) of some rows (default all) into this process."""
+        """Fetch columns (default all) of some rows (default all) into this process."""
         names = list(self.names if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
@@ -263,9 +263,9 @@ class BatchHandle(NamedAttributes):
 
     @checked_call("batch.df")
     def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:
-        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.
+        """Return a pandas frame, one line per row; ragged columns as lists; `prompt_text`, `response_text` decoded.
 
-        With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
+        With `response_mask` among the columns, ⟦ ⟧ enclose the text of an environment in a response.
         """
         table = self.fetch(columns, rows)
         out: dict[str, list[Any]] = {}
@@ -284,13 +284,13 @@ class BatchHandle(NamedAttributes):
 
     @checked_call("batch.turns")
     def turns(self, rows: RowNumbers | None = None) -> pd.DataFrame:
-        """The turns of conversations, one line a turn: `conversation`, the row's number; `turn`, from 0; `tokens` and
-        `text` that the policy wrote; `observation`, what the environment wrote before it; `trained`, whether its tokens
-        are inside `response_mask`; `reward`.
+        """Return a frame with one line per turn: `conversation`, the row's number; `turn`, from 0; `tokens` and `text`
+        of the policy; `observation`, the environment's text before it; `trained`, whether some of its tokens are inside
+        `response_mask`; `reward`.
 
-        reward: from the column `rewards`, that of a whole response on its last turn; without it from `turn_rewards`.
-        With `values` also `value`, that of the conversation before the turn; with `advantages` also `advantage`, the
-        mean over the turn's tokens inside the mask; with `returns` also `return`, in the same way.
+        reward: from the column `rewards`, with the reward of a whole response on its last turn; else from
+        `turn_rewards`. With `values` also `value`, of the conversation before the turn; with `advantages` also
+        `advantage`, the mean over the turn's tokens inside the mask; with `returns` also `return`, their mean likewise.
         Raises `UnknownColumn` without `turn_starts`, `turn_ends`, which `generate_sequences(environment=...)` writes.
         """
         self.need(["turn_starts", "turn_ends", "response_ids", "response_mask"], "turns")
@@ -303,15 +303,15 @@ class BatchHandle(NamedAttributes):
     def save(self, path: str | Path) -> Path:
         """Write rows, columns and meta to one safetensors file, for `lab.load(path)` in this or another workbench.
 
-        Columns pass through this process a chunk at a time. A file that is there is replaced, at the end and at once.
-        Text and other objects are saved as JSON; `BadInput` where they are not plain values.
+        Columns pass through this process in chunks. An existing file is replaced atomically, when all is written. Text
+        and other objects are saved as JSON; raises `BadInput` if they are not plain values.
         """
         return files.write(path, self, mode=SHARED)
 
     @checked_call("batch.failed")
     def failed(self) -> pd.DataFrame:
-        """The rows for which a function of yours failed, one line a row: `row`, its number; `prompt`; `stage` and
-        `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
+        """Return the rows for which a function of yours failed, one line per row: `row`, its number; `prompt`; `stage`
+        and `function` that failed; `error`. To score them again, call `compute_reward(..., only=batch.failed())`.
         """
         names = ["row", "prompt", "stage", "function", "error"]
         texts = self.df(["failure"])["failure"].tolist() if "failure" in self.names else []
@@ -330,7 +330,7 @@ class BatchHandle(NamedAttributes):
 
     @checked_call("batch.peek")
     def peek(self, n: PositiveInt = 4) -> pd.DataFrame:
-        """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""
+        """Return the first n rows for reading: text, scalars, ragged numbers as means over the policy's tokens."""
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
         for name in frame.columns:
@@ -356,7 +356,7 @@ class BatchHandle(NamedAttributes):
         return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
 
     def _repr_html_(self) -> str:
-        if self.pending:  # to look at it does not wait
+        if self.pending:  # displaying a batch does not wait
             return escape(repr(self))
         rows = [
             {
@@ -375,7 +375,7 @@ class BatchHandle(NamedAttributes):
 
 
 def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Column]:
-    """A choice of rows of columns; those that lie together still do."""
+    """Return the columns with the rows at `index`; columns that share a location still share one."""
     moved: dict[int, Location] = {}
     chosen = {}
     for name, column in columns.items():
@@ -388,8 +388,8 @@ def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Colum
 
 
 def as_array(value: Any) -> np.ndarray:
-    """As an array; of what is none, such as lists of unequal lengths, an array without axes."""
+    """Return a value as an array; an array without axes if that fails, such as for lists of unequal lengths."""
     try:
         return np.asarray(value)
-    except Exception:  # an object may raise anything where it is asked for its items
+    except Exception:  # an object may raise anything when NumPy reads its items
         return np.asarray(None)

@@ -1,4 +1,4 @@
-"""Where the rows of a column lie, and which of them a rank has to pull from whom. Pure index arithmetic."""
+"""Where the rows of a column lie, and which rows a rank has to pull from which shard. Pure index arithmetic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardId(NamedTuple):
     key: str
 
     def now(self, shard_successors: Mapping[str, str]) -> ShardId:
-        """Where it is today. shard_successors: of each host that has ended, the host that took its shards over."""
+        """Return the shard's present id. shard_successors: by ended host, the host that took over its shards."""
         found = self
         while found.host in shard_successors:
             found = ShardId(shard_successors[found.host], inherited(found.host, found.key))
@@ -39,14 +39,14 @@ class ShardId(NamedTuple):
 
 
 def inherited(host: str, key: str) -> str:
-    """The key that a shard of `host` has on the host that took it over: two may have had one of the same key."""
+    """Return the key of a shard of `host` on the host that took it over. Both hosts may have had the same key."""
     return f"{host}/{key}"
 
 
 class Pull(NamedTuple):
     """Rows `positions` of `shard` become rows `destinations` of the puller's table.
 
-    name: of the column in that shard, where it was renamed since.
+    name: the column's name in that shard, if it was renamed since; else "".
     """
 
     shard: ShardId
@@ -55,11 +55,11 @@ class Pull(NamedTuple):
     name: str = ""
 
     def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
-        """The names under which the shard keeps these columns."""
+        """Return the names under which the shard keeps these columns."""
         return (self.name,) if self.name else columns
 
     def named(self, kept: Mapping[str, T], columns: Iterable[str]) -> Mapping[str, T]:
-        """What the shard gave for `kept(columns)`, under the names of today."""
+        """Return the shard's columns under their present names. kept: by the names that `self.kept(columns)` gave."""
         return dict.fromkeys(columns, kept[self.name]) if self.name else kept
 
 
@@ -69,7 +69,7 @@ class Location:
 
     Selecting, repeating and reordering rows change only these two arrays: no tensor moves.
 
-    names: of the column in each of the shards, where it was renamed; else empty, and it has its own name there.
+    names: the column's name in each of the shards, if it was renamed; else empty, and the names are equal.
     """
 
     shards: tuple[ShardId, ...]
@@ -79,7 +79,7 @@ class Location:
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[ShardId, np.ndarray]]) -> Location:
-        """From shards in whose order the rows given by number (each once) lie."""
+        """Return the location for (shard, numbers of its rows in order) pairs; every row number occurs once."""
         total = sum(len(rows) for _, rows in parts)
         shard = np.full(total, -1, dtype=np.int32)
         position = np.empty(total, dtype=np.int64)
@@ -97,13 +97,13 @@ class Location:
         return replace(self, shard=self.shard[rows], position=self.position[rows])
 
     def kept_as(self, name: str) -> Location:
-        """For a column about to be renamed: its shards keep it under `name`, or the name before that."""
+        """Return the location of a column to be renamed: its shards keep it under `name`, or an even older name."""
         return self if self.names else replace(self, names=(name,) * len(self.shards))
 
     @classmethod
     def concat(cls, parts: Sequence[Location]) -> Location:
-        """Rows of several locations, end to end. A shard of several of them stands in the result once, so that copies
-        of a row stay known as copies."""
+        """Return the rows of several locations, end to end. A shard of several locations occurs once in the result, so
+        that copies of a row are still recognized."""
         numbers: dict[tuple[ShardId, str], int] = {}
         shard = []
         for part in parts:
@@ -119,15 +119,15 @@ class Location:
         )
 
     def same(self, other: Location) -> bool:
-        """Whether both say that the same stored rows stand in the same order."""
+        """Whether both locations have the same stored rows in the same order."""
         if self is other:
             return True
         equal = np.array_equal(self.shard, other.shard) and np.array_equal(self.position, other.position)
         return equal and (self.shards, self.names) == (other.shards, other.names)
 
     def occurrences(self) -> np.ndarray:
-        """For each row, how many earlier rows are the same stored row: copies made by taking a row twice."""
-        stored = self.shard * (self.position.max(initial=0) + 1) + self.position  # one number a stored row
+        """Return for each row the number of earlier rows that are copies of the same stored row, int64 [rows]."""
+        stored = self.shard * (self.position.max(initial=0) + 1) + self.position  # one number per stored row
         order = np.argsort(stored, kind="stable")
         starts = np.flatnonzero(np.diff(stored[order], prepend=-1))
         counts = np.empty(len(self), dtype=np.int64)
@@ -135,9 +135,9 @@ class Location:
         return counts
 
     def pulls(self, rows: np.ndarray) -> list[Pull]:
-        """What a rank that needs `rows`, in this order, pulls: one entry a shard, linear in rows."""
+        """Return the pulls of a rank that needs `rows` in this order: one per shard, in time linear in rows."""
         shard, position = self.shard[rows], self.position[rows]
-        narrow = np.uint16 if len(self.shards) <= 2**16 else np.int32  # of 16 bits numpy sorts in linear time
+        narrow = np.uint16 if len(self.shards) <= 2**16 else np.int32  # NumPy sorts 16-bit numbers in linear time
         order = np.argsort(shard.astype(narrow), kind="stable")
         ordered = shard[order]
         cuts = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
@@ -158,27 +158,27 @@ PackedRows = range | np.ndarray
 
 
 def packed(rows: np.ndarray) -> PackedRows:
-    """Row numbers [rows], not negative: consecutive ones as a range, others in the smallest dtype that holds them."""
+    """Return row numbers [rows], not negative, as a range if they are consecutive, else in the smallest dtype."""
     if len(rows) and bool((rows[1:] == rows[:-1] + 1).all()):
         return range(rows[0].item(), rows[-1].item() + 1)
     return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))
 
 
 def unpacked(rows: PackedRows) -> np.ndarray:
-    """The row numbers that were packed, int64."""
+    """Return the row numbers from a result of `packed`, int64."""
     return np.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.astype(np.int64)
 
 
-Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch
+Chunks = list[np.ndarray]  # the row numbers of one rank, one array per minibatch
 
 
 def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """For each rank its row numbers, ascending: as many as `np.array_split` gives it, with nearly equal sums of tokens.
+    """Return each rank's row numbers, ascending: as many as by `np.array_split`, with nearly equal sums of tokens.
 
-    tokens: of each row, [rows], at least `ranks` of them.
+    tokens: the number of tokens of each row, [rows], with at least `ranks` rows.
 
-    Longest first (Graham 1969, https://doi.org/10.1137/0117039), with counts given: from the longest row on, each goes
-    to the rank with the fewest tokens that has room. On skewed lengths this came out closer than Karmarkar and Karp's
+    Longest first (Graham 1969, https://doi.org/10.1137/0117039), with fixed counts: each row, from the longest on, goes
+    to the rank with the fewest tokens that has room. For skewed lengths this was more even than Karmarkar and Karp's
     differencing in its form for equal counts, which has to spread the longest rows over all ranks.
     """
     room = [len(part) for part in np.array_split(tokens, ranks)]
@@ -193,7 +193,7 @@ def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 
 def minibatch_rows(rows: int, minibatches: int) -> Chunks:
-    """Consecutive rows, cut into equally many minibatches."""
+    """Cut consecutive rows into equally large minibatches; raise `BadInput` if the number does not divide."""
     if left := rows % minibatches:
         fewer = f"take batch.take(range({rows - left})), which leaves {left} out, or " if rows > minibatches else ""
         raise BadInput(
@@ -206,9 +206,9 @@ def minibatch_rows(rows: int, minibatches: int) -> Chunks:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies.
+    """A column of a batch. row_shape: the shape of one row ("*": a varying length). nbytes: bytes of all rows.
 
-    made_with: a text that is equal for equal code and arguments of the stage that made it; empty for what was put.
+    owner: the role that made the column. made_with: equal for equal code and arguments of the stage; "" if put.
     """
 
     dtype: str
@@ -220,8 +220,8 @@ class Column:
 
 
 class Maker(Protocol):
-    """A run that makes columns of a batch. writes: their names. made, meta: those, and what travels along, once it is
-    done. dependents: the batches that wait for it."""
+    """A run that makes columns of a batch. writes: their names. made, meta: the columns, and the entries of the batch's
+    meta, once the run is done. dependents: the batches that wait for the run."""
 
     number: int
     name: str
@@ -237,8 +237,8 @@ class Maker(Protocol):
 
 
 class RowProvider(Protocol):
-    """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens, and whose
-    tokens they are; and to note of which batches another was made."""
+    """The services of a workbench for its batches: pull rows into this process, count tokens of ragged rows, decode
+    tokens, name the vocabulary, and record from which batches a batch was derived."""
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table: ...
 
@@ -253,7 +253,7 @@ class RowProvider(Protocol):
 
 
 class ShardCounts:
-    """Counts the handles that refer to each shard; a shard that nobody refers to is due for release."""
+    """Counts the locations that refer to each shard; a shard without references is due for release."""
 
     def __init__(self) -> None:
         self._counts: Counter[ShardId] = Counter()
@@ -261,7 +261,7 @@ class ShardCounts:
         self._lock = threading.RLock()
 
     def hold(self, location: Location) -> None:
-        """Count `location` until it is garbage collected."""
+        """Count the shards of `location` as referred to until it is garbage collected."""
         with self._lock:
             self._counts.update(location.shards)
         weakref.finalize(location, self._drop, location.shards).atexit = False
@@ -275,7 +275,7 @@ class ShardCounts:
                     self._due.append(shard)
 
     def take_due(self) -> list[ShardId]:
-        """The shards due for release, each given out once."""
+        """Return the shards due for release, each only once."""
         with self._lock:
             due, self._due = self._due, []
             return due

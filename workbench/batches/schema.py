@@ -1,6 +1,6 @@
-"""The columns that workbench's own stages write and read, and what holds of each where a stage reads it.
+"""The columns that workbench's own stages write and read, and the rules for their values.
 
-`schema_check` compares a batch with this table. A column that is not in it is a user's own, and may hold anything.
+`schema_check` compares a batch with this table. A column that is not in the table is the user's, and may hold anything.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FINITE = sys.float_info.max
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSchema:
-    """What holds of a column.
+    """The rules for a column.
 
-    holds: the kind of its numbers, which decides the dtype: token ids are int64 below the size of the model's
+    holds: the kind of its values, which decides the dtype: token ids are int64 below the size of the model's
     vocabulary, whole numbers have an integer dtype, zeros and ones any, and numbers are finite, of any real dtype. Text
     is a list.
-    row: "one" number a row (a Tensor [rows]), as many as "tokens" (a Ragged), or "either".
-    along: columns of the same name here have equally many numbers in each row. follows: columns of token ids; these
-    continue the sequences of the first one that is there. empty: whether a row may have no token. least, most: the
-    range, both ends included.
+    row: "one" number per row (a Tensor [rows]), one per token ("tokens", a Ragged), or "either".
+    along: columns with the same `along` have equally many numbers in each row. follows: columns of token ids; this
+    column continues the sequences of the first of them that the batch has. empty: whether a row may have no token.
+    least, most: the range, both ends included.
     """
 
     holds: Holds = "numbers"
@@ -45,7 +45,7 @@ _ids = partial(ColumnSchema, holds="token ids", row="tokens", least=0)
 _per_token = partial(ColumnSchema, row="tokens", along="response")
 _NUMBER, _SCORES = ColumnSchema(), ColumnSchema(row="either", along="response")
 _FLAG = ColumnSchema(holds="zeros and ones", least=0, most=1)
-_OF_OTHERS = ColumnSchema(row="either")  # of other responses, whose lengths are their own
+_OF_OTHERS = ColumnSchema(row="either")  # scores of other responses, with lengths of their own
 _TOKEN_NUMBER = _per_token()
 
 SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
@@ -113,20 +113,20 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "ref_mismatched_log_prob": _NUMBER,
     }
 )
-# `valid` is 0 where a function of the user's failed for a row, and `failure` says with what. Several stages write both,
-# and keep what those before them wrote.
+# `valid` is 0 if a user's function failed for a row, and `failure` has the error. Several stages write both, and keep
+# the entries of earlier stages.
 STATUS = ("valid", "failure")
-# 1 at the first token of each context of a response but its first. A context is a sequence of its own: its tokens see
-# nothing before it. It begins with a prompt, outside the response mask. It goes wherever `response_ids` goes.
+# 1 at the first token of each further context of a response. A context is a sequence of its own: its tokens do not
+# attend to earlier ones. It begins with a prompt, outside the response mask. Sent wherever `response_ids` is sent.
 CONTEXT_STARTS = "context_starts"
-# Columns along the tokens or the turns of a response: another response of the row has none of them.
+# Columns along the tokens or the turns of a response: they are not valid for another response to the same prompt.
 OF_ONE_RESPONSE = (
     "turns", *(name for name, schema in SCHEMA.items() if schema.row == "tokens" and schema.along)
 )  # fmt: skip
-# What decides which rows an update counts. Each `compute_advantages` makes `counted` anew: 0 for rows that were not
-# valid, or had no baseline.
+# The columns that decide which rows an update counts. Each `compute_advantages` writes a new `counted`: 0 for rows that
+# were not valid, or had no baseline.
 COUNTING = ("valid", "counted")
-# columns of token ids, which are shown as text
+# columns of token ids; frames show them as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")
 # the stage that makes a column, for messages
 MADE_BY = {
@@ -150,7 +150,7 @@ MADE_BY = {
     "teacher_log_prob": "teacher.compute_teacher_log_prob",
     "teacher_tail_log_prob": "teacher.compute_teacher_log_prob",
 }  # fmt: skip
-# what to do about a column that only whoever makes a batch knows
+# the remedy for a missing column that only the user can put
 PUT = {
     "prompt_uid": "take rows of lab.prompts.next(n), or put it: the number of each row's prompt, such as [0, 0, 1]",
     "prompt_ids": "take rows of lab.prompts.next(n), or put it: the token ids of each row's prompt",
@@ -159,8 +159,8 @@ PUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRows:
-    """The rewards of a rank's valid rows. Arrays of [rows]: `prompt_uid`; the reward of the whole response; how many
-    tokens of it the policy chose."""
+    """The rewards of a rank's valid rows. Arrays of [rows]: `prompt_uid`; the reward of the whole response; the number
+    of response tokens that the policy chose."""
 
     prompt_uid: np.ndarray
     reward: np.ndarray

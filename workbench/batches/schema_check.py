@@ -1,6 +1,6 @@
-"""A batch against the schema of its columns: called once where it enters a stage, before any work.
+"""Checks a batch against the schema of its columns, once when it enters a stage, before any work.
 
-It reads numbers that lie in host memory, each once, and asks nothing of a device.
+It reads numbers that lie in host memory, each once, and does not use a device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ UNITS = {"response": "tokens", "turn": "turns"}  # of `ColumnSchema.along`
 
 
 def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, *, all_valid: bool = False) -> None:
-    """Raise `BadInput` naming column, row and value where a known column does not hold what its schema says, where
-    columns of one response have other lengths, and where a sequence is longer than the model's context.
+    """Raise `BadInput` naming column, row and value if a known column breaks its schema, if columns of one response
+    have different lengths, or if a sequence is longer than the model's context.
 
-    limits: of the model that reads them. all_valid: refuse rows that are not valid too.
+    limits: the limits of the model that reads the columns. all_valid: also refuse rows that are not valid.
     """
     known = {name: schema for name in columns if (schema := SCHEMA.get(name)) is not None}
     for name in known:
@@ -58,8 +58,7 @@ def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limit
 
 
 def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:
-    """Raise `BadInput` where a known column by itself does not hold what its schema says. where: begins the
-    message."""
+    """Raise `BadInput` if a single known column breaks its schema. where: the beginning of the message."""
     schema = SCHEMA[name]
     if schema.holds == "text":
         if not (isinstance(column, list) and all(isinstance(value, str) for value in column)):
@@ -90,9 +89,9 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
 
 
 def first_of(column: ColumnValues, bad: Tensor) -> tuple[int, int | None, str]:
-    """(row, place in a row of tokens, value) of the first number that is marked.
+    """Return (row, position in a row of tokens or None, value) of the first number that is marked in `bad`.
 
-    bad: for each number of the column, of a Ragged's `values`, whether it is one.
+    bad: a truth value for each number of the column (for a Ragged: of its `values`).
     """
     values = column.values if isinstance(column, Ragged) else column
     assert isinstance(values, Tensor)
@@ -106,9 +105,9 @@ def first_of(column: ColumnValues, bad: Tensor) -> tuple[int, int | None, str]:
 
 
 def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
-    """Whether all numbers are in the range; NaN are in none. One pass over them, which makes no other tensor."""
+    """Whether all numbers are in the schema's range; NaN is not. Makes one pass, mostly without a second tensor."""
     if values.is_floating_point() and schema.least == -FINITE and most == FINITE and isfinite(values.detach().sum()):
-        return True  # a NaN or an infinity stays one in a sum, which is five times as fast as the smallest and largest
+        return True  # a sum keeps a NaN or an infinity, and is five times as fast as the smallest and largest
     if values.is_floating_point() or values.device.type != "cpu":
         low, high = (float(end) for end in torch.aminmax(values.detach()))
     else:  # three times as fast as torch for whole numbers
@@ -121,7 +120,7 @@ def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
 
 
 def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows) -> None:
-    """Raise `BadInput` unless the columns of a response have a number for each of its tokens, or of its turns."""
+    """Raise `BadInput` unless the columns of a response have one number for each of its tokens, or of its turns."""
     first = "response_ids" if "response_ids" in columns else next(iter(columns))
     expected = columns[first].lengths
     for name, column in columns.items():
@@ -145,8 +144,8 @@ def _check_sequences(
     rows: Rows,
     limits: Limits,
 ) -> None:
-    """Raise `BadInput` where a row has no token and needs one, or one of its contexts is longer than the model's, with
-    what it follows. contexts: see `contexts_of`."""
+    """Raise `BadInput` if a row has no token but needs one, or if one of its contexts, with the tokens that it follows,
+    is longer than the model's context. contexts: see `contexts_of`."""
     if not SCHEMA[name].empty and len(column) and int(column.lengths.min()) == 0:
         row = rows[int((column.lengths == 0).nonzero()[0])]
         raise BadInput(

@@ -1,4 +1,4 @@
-"""What stages made, by name and version, with where it came from; kept until it is released or pushed out."""
+"""The store of batches by name and version, with their origin. It keeps a batch until it is released or evicted."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from workbench.batches.location import Column
 
 
-# Beyond the limit, this part of it is released on top, so that the next stage does not have to release again.
+# Above a limit, the store also releases this share of it, so that the next stage does not have to release again.
 SLACK = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Which weights a role has: optimizer steps, and a text that no other state of it has."""
+    """The weights of a role: the number of optimizer steps, and a text that is unique to this state of the role."""
 
     steps: int
     state: str
 
     @classmethod
     def fresh(cls, steps: int) -> Weights:
-        """Weights that equal no others, however many steps those have had."""
+        """Return weights that differ from all others, also from others with as many steps."""
         return cls(steps=steps, state=secrets.token_hex(4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a batch came from.
+    """The origin of a batch.
 
-    stage: "role.operation", "put", or a batch's own method. inputs: names of the batches that it was made of.
-    weights_version: optimizer steps of the role's weights; None for a role that has none. weights_state: tells weights
-    of equally many steps apart, as branches have them. code: a short text that is
-    equal for equal code and arguments. travelled: the columns that went to the ranks. meta_in, meta_out: what travelled
-    along with them, and what the stage added to it. metrics: what the stage reported.
+    stage: "role.operation", "put", or a batch's own method. inputs: names of the batches that it was made from.
+    weights_version: optimizer steps of the role's weights; None for a role without weights. weights_state:
+    distinguishes weights with equally many steps, such as those of branches. code: a short text that is equal for equal
+    code and arguments. travelled: the columns that were sent to the ranks. meta_in, meta_out: the meta sent with them,
+    and the entries that the stage added. metrics: as the stage reported them.
     """
 
     stage: str
@@ -65,8 +65,8 @@ class Origin:
 
 @dataclass(kw_only=True)
 class _Entry:
-    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out. file: where
-    the columns of one that was pushed out are."""
+    """The store's record of a batch. kept: the store's own handle; None for a batch that was only noted, or evicted.
+    file: the file with an evicted batch's columns."""
 
     origin: Origin
     made_s: float
@@ -82,20 +82,19 @@ class _Entry:
 
     @property
     def batch(self) -> Batch | None:
-        """The batch, where it is on the hosts."""
+        """The batch if it is on the hosts; else None."""
         return self.handle() or self.kept
 
 
 class Store:
-    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes` and `limit_batches` (each takes memory in
-    the kernel too, however few rows it has), whole numbers from 0 on, which may be set; beyond either, those that the
-    notebook does not hold go, oldest first: what a cell made is written to `folder` before, what a loop made is
-    dropped."""
+    """Batches by "name vversion". Keeps batches on the hosts up to `limit_bytes` and `limit_batches` (each batch also
+    takes memory in the kernel): assignable whole numbers from 0 on. Above a limit it evicts batches that the notebook
+    does not hold, oldest first: a batch of a cell is written to `folder`, a batch of a loop is dropped."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes, self.limit_batches = folder, limit_bytes, 500
         self._entries: dict[str, _Entry] = {}
-        self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
+        self._most_bytes = 0  # an upper bound of the resident bytes: the last count plus the columns added since
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("limit_bytes", "limit_batches"):
@@ -103,13 +102,13 @@ class Store:
         super().__setattr__(name, value)
 
     def add(self, batch: Batch, origin: Origin, made: Iterable[Column], *, by_loop: bool) -> None:
-        """Keep a batch. made: its columns that no other batch has."""
+        """Keep a batch. made: its new columns, which no other batch has."""
         self.note(batch, origin, by_loop=by_loop)
         self._entries[batch.id].kept = batch.twin()
         self._most_bytes += sum(column.nbytes for column in made)
 
     def note(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
-        """Note where a batch came from, without keeping it: its columns are those of batches that are kept."""
+        """Record a batch's origin without keeping the batch: other batches, which are kept, have its columns."""
         self._entries[batch.id] = _Entry(
             origin=origin,
             made_s=time.time(),
@@ -123,7 +122,7 @@ class Store:
         )
 
     def resident_bytes(self) -> int:
-        """Bytes of all columns that are kept on the hosts, each counted once."""
+        """Return the bytes of all columns that are kept on the hosts, counting each column once."""
         columns: dict[tuple[int, str], Column] = {}
         for entry in list(self._entries.values()):
             batch = entry.batch
@@ -132,8 +131,8 @@ class Store:
         return sum(column.nbytes for column in columns.values())
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
-        """Release what is beyond a limit and not held by the notebook; `save` writes a batch to a file and returns its
-        name."""
+        """Evict batches above the limits that the notebook does not hold. save: writes a batch to a file, and returns
+        the file's path."""
         if self._most_bytes > self.limit_bytes:
             self._most_bytes = self.resident_bytes()
         too_large = self._most_bytes > self.limit_bytes
@@ -148,11 +147,11 @@ class Store:
             if entry.handle() is not None or (kept is not None and kept.pending):
                 continue
             if kept is not None:
-                if not (entry.by_loop or entry.file):  # one that was read from its file is still in it
+                if not (entry.by_loop or entry.file):  # a batch that was read from its file is still there
                     self.folder.mkdir(parents=True, exist_ok=True)
                     try:
                         entry.file = save(kept, self.file_of(name))
-                    except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
+                    except Exception as error:  # a batch that cannot be written stays in memory, and the stage goes on
                         warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
                         continue
                 entry.columns, entry.meta, entry.kept = tuple(kept.columns), dict(kept.meta), None
@@ -164,7 +163,7 @@ class Store:
                 del self._entries[name]
 
     def release(self, name: str) -> None:
-        """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
+        """Forget a batch, or all versions of a name. The notebook's handles keep their memory."""
         gone = [full for full in list(self._entries) if name in (full, full.rpartition(" ")[0])]
         if not gone:
             raise self._unknown(name)
@@ -174,7 +173,7 @@ class Store:
                 entry.file.unlink(missing_ok=True)
 
     def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
-        """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""
+        """Return a batch by "name vversion", or the newest version of a name. Reads an evicted batch from its file."""
         newest = (known for known in reversed(list(self._entries)) if known.startswith(f"{name} v"))
         full = name if name in self._entries else next(newest, "")
         if not full:
@@ -187,7 +186,7 @@ class Store:
             raise self._unknown(full)
         before = set(self._entries)
         loaded = load(entry.file)
-        for part in set(self._entries) - before:  # it has its entry already
+        for part in set(self._entries) - before:  # the batch already has its entry
             del self._entries[part]
         batch = loaded.known_as(full.rpartition(" ")[0], entry.version, entry.versions, entry.columns, entry.meta)
         entry.handle, entry.kept = weakref.ref(batch), batch.twin()
@@ -198,13 +197,13 @@ class Store:
         return NotFound(f"no batch {name!r} in the store", f"the newest are: {known}", "see lab.batches()")
 
     def kept(self, name: str) -> Batch | None:
-        """A batch that is on the hosts; None for one that is not."""
+        """Return a batch that is whole and on the hosts; None for others."""
         entry = self._entries.get(name)
         batch = None if entry is None else entry.batch
         return batch if batch is not None and not batch.pending else None
 
     def forget_hosts(self, hosts: Collection[str]) -> None:
-        """Forget what lay on hosts that are gone; what is in files stays."""
+        """Forget batches that lay on hosts that are gone, unless they are in files."""
         for name, entry in list(self._entries.items()):
             batch = entry.batch
             if batch is None or batch.pending:
@@ -216,23 +215,23 @@ class Store:
                     entry.kept, entry.handle = None, lambda: None  # type: ignore[assignment]
 
     def by_loop(self, name: str) -> bool:
-        """Whether a loop made it, not a cell."""
+        """Whether a loop made the batch, not a cell."""
         return self._entries[name].by_loop
 
     def filed(self, name: str) -> tuple[tuple[str, ...], dict[str, Any]] | None:
-        """Columns and meta of a batch that is in a file of its own; None for others."""
+        """Return columns and meta of a batch that the store has in a file; None for others."""
         entry = self._entries[name]
         return None if entry.file is None else (entry.columns, dict(entry.meta))
 
     def file_of(self, name: str) -> Path:
-        """Where a batch is written that has to leave the hosts."""
+        """Return the path of the file for an evicted batch."""
         return self.folder / f"{name.replace(' ', '-')}.safetensors"
 
     def add_file(
         self, name: str, file: Path, origin: Origin, columns: tuple[str, ...], meta: Mapping[str, Any],
         versions: Iterator[int],
     ) -> None:  # fmt: skip
-        """Know of a batch that is in a file alone."""
+        """Record a batch that is only in a file."""
         self._entries[name] = _Entry(
             origin=origin, made_s=file.stat().st_mtime, rows=0, columns=columns, by_loop=False,
             version=int(name.rpartition(" v")[2]), versions=versions, handle=lambda: None,  # type: ignore[arg-type]
@@ -240,12 +239,12 @@ class Store:
         )  # fmt: skip
 
     def origin(self, name: str) -> Origin | None:
-        """Where a batch came from; None for one that is not known."""
+        """Return the origin of a batch; None for an unknown batch."""
         entry = self._entries.get(name)
         return None if entry is None else entry.origin
 
     def column_names(self, name: str) -> tuple[str, ...]:
-        """The columns of a batch, wherever they are, and those that are being made; none for one that is not known."""
+        """Return the names of a batch's columns, also of columns that are being made; () for an unknown batch."""
         entry = self._entries.get(name)
         if entry is None:
             return ()
@@ -253,7 +252,7 @@ class Store:
         return entry.columns if batch is None else batch.names
 
     def iteration(self, name: str) -> int | None:
-        """The iteration that a batch is of, as far as it is known without waiting; None for one that is of none."""
+        """Return the iteration of a batch, as far as it is known without waiting; None for a batch without one."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -265,8 +264,7 @@ class Store:
         return iter(list(self._entries))
 
     def frame(self) -> pd.DataFrame:
-        """What stages made and the store keeps: one row a batch, in order: what made it, of what, its size, and where
-        it is."""
+        """Return a frame with one row per batch, in order: the stage that made it, its inputs, size and place."""
         rows = []
         for name, entry in list(self._entries.items()):
             batch = entry.batch
@@ -292,7 +290,7 @@ class Store:
         return frame
 
     def lineage(self, name: str) -> pd.DataFrame:
-        """The batch and all that it was made of, newest first."""
+        """Return a frame of the batch and of all batches that it was made from, newest first."""
         frame = self.frame()
         wanted, queue = [], [name]
         while queue:

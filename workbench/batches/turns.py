@@ -1,4 +1,4 @@
-"""Responses of several turns, and of several contexts: where each begins and ends, who wrote what, means of turns."""
+"""Responses of several turns and contexts: where each begins and ends, whose tokens they are, means over turns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TURN_COLUMNS = (
 
 
 def ends_of_turns(turn_ends: Ragged, lengths: Tensor) -> Tensor:
-    """True on the last token of each turn, bool [rows, tokens of the longest].
+    """Return True on the last token of each turn, bool [rows, tokens of the longest row].
 
-    turn_ends: for each row the number of its tokens up to the end of each turn. lengths: tokens of each row.
-    Raises `BadInput` where they do not rise, or are beyond the row's tokens.
+    turn_ends: for each row and turn, the number of the row's tokens up to the turn's end. lengths: tokens of each row.
+    Raises `BadInput` if the ends of a row do not rise, or exceed its number of tokens.
     """
     for row, (ends, length) in enumerate(zip(turn_ends.rows(), lengths.tolist(), strict=True)):
         steps = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([length + 1]))
@@ -44,7 +44,7 @@ def ends_of_turns(turn_ends: Ragged, lengths: Tensor) -> Tensor:
 
 
 def marked(token_ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
-    """The text of a response; what stands outside its mask, the environment's part, in ⟦ ⟧."""
+    """Return the text of a response, with the environment's part (outside the mask) in ⟦ ⟧."""
     text = ""
     for chosen, part in groupby(zip(token_ids, mask, strict=True), key=lambda pair: bool(pair[1])):
         words = decode([token for token, _ in part])
@@ -53,7 +53,7 @@ def marked(token_ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Seq
 
 
 def chosen_mean(row: Sequence[float], mask: Sequence[bool] | None) -> float:
-    """The mean over the tokens inside the mask, over all where the row is of other tokens; NaN where there are none."""
+    """Return a row's mean over the tokens inside the mask; NaN without tokens. Ignores a mask of another length."""
     values = np.asarray(row, dtype=np.float64)
     if mask is not None and len(mask) == len(values):
         values = values[np.asarray(mask, dtype=bool)]
@@ -63,8 +63,8 @@ def chosen_mean(row: Sequence[float], mask: Sequence[bool] | None) -> float:
 def frame_of_turns(
     table: Mapping[str, ColumnValues], numbers: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> pd.DataFrame:
-    """A frame of the turns of conversations, see `Batch.turns`. table: their TURN_COLUMNS, as far as there are any.
-    numbers: of the conversations in their batch."""
+    """Return a frame of the turns of conversations, see `Batch.turns`. table: the existing columns of TURN_COLUMNS.
+    numbers: the conversations' row numbers in their batch."""
     import pandas as pd
 
     ids, starts, ends = (ragged_in(table, name).rows() for name in ("response_ids", "turn_starts", "turn_ends"))
@@ -106,7 +106,7 @@ def _reward(table: Mapping[str, ColumnValues], i: int, turn: int, tokens: slice,
 
 
 def _of_tokens(table: Mapping[str, ColumnValues], i: int, mask: Tensor, tokens: slice) -> dict[str, float]:
-    """Of a turn its value, and its mean advantage and return inside the mask."""
+    """Return a turn's value, and its mean advantage and mean return inside the mask."""
     found = {}
     for column, name in OF_TOKENS.items():
         if column in table:
@@ -116,7 +116,7 @@ def _of_tokens(table: Mapping[str, ColumnValues], i: int, mask: Tensor, tokens: 
 
 
 def contexts_of(columns: Mapping[str, ColumnValues]) -> dict[int, list[int]]:
-    """For each row of a shard with more than one context, the response tokens at which its further ones begin."""
+    """Return for each row with more than one context the response positions at which its further contexts begin."""
     starts = columns.get(CONTEXT_STARTS)
     if not isinstance(starts, Ragged) or not starts.values.any():
         return {}
@@ -125,9 +125,9 @@ def contexts_of(columns: Mapping[str, ColumnValues]) -> dict[int, list[int]]:
 
 
 def answer_lengths(mask: Ragged, starts: Mapping[int, list[int]]) -> Tensor:
-    """Tokens after the prompt of a context, in the context of each row that has the most, [rows]: as `max_new_tokens`
-    counts them. mask: of the response. The prompt of a further context, which stands in the response, ends where the
-    first token was sampled."""
+    """Return for each row the tokens after the prompt of its context with the most such tokens, [rows], as
+    `max_new_tokens` counts them. mask: the response mask. starts: see `contexts_of`. The prompt of a further context is
+    part of the response, and ends before the context's first sampled token."""
     lengths, masks = mask.lengths.clone(), mask.rows() if starts else []
     for row, places in starts.items():
         answers = [places[0]]
@@ -139,7 +139,7 @@ def answer_lengths(mask: Ragged, starts: Mapping[int, list[int]]) -> Tensor:
 
 
 def longest_contexts(prompts: Tensor | None, responses: Tensor, starts: Mapping[int, list[int]]) -> Tensor:
-    """Tokens of the longest context of each row. prompts, responses: tokens of each, [rows]; prompts: None without."""
+    """Return the tokens of each row's longest context, [rows]. prompts (or None), responses: token counts, [rows]."""
     lengths = (responses if prompts is None else prompts + responses).clone()
     for row, places in starts.items():
         before = 0 if prompts is None else int(prompts[row])

@@ -1,4 +1,4 @@
-"""Which tokens a workbench's numbers stand for."""
+"""The vocabulary of a workbench: which tokens its token ids stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Identity(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """Whose token ids are: see `Vocabulary`."""
+    """The identity of a `Vocabulary`, as saved files keep it."""
 
     name: str
     size: int
@@ -29,9 +29,9 @@ class Identity(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 
 class Vocabulary:
-    """The tokens of the model whose tokenizer makes them for all roles.
+    """The vocabulary of the model whose tokenizer makes the tokens for all roles.
 
-    size: ids that the model knows; its tokenizer may have fewer.
+    size: the number of ids that the model knows; its tokenizer may have fewer.
     """
 
     def __init__(self, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,16 +40,16 @@ class Vocabulary:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal for tokenizers that have the same id for each token."""
+        """A hash that is equal for tokenizers with the same id for each token."""
         return hashlib.sha256(json.dumps(sorted(self._tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
     @property
     def identity(self) -> Identity:
-        """What is kept beside token ids in a file."""
+        """The identity that a file keeps beside its token ids."""
         return Identity(name=self.name, size=self.size, digest=self.digest)
 
     def check_identity(self, identity: Identity, where: str) -> None:
-        """Raise `BadInput` where token ids that were kept are those of another vocabulary."""
+        """Raise `BadInput` if saved token ids belong to another vocabulary. identity: of the saved ids."""
         if identity.digest != self.digest:
             raise BadInput(
                 f"{where} holds token ids of {identity.name!r} ({identity.size} ids, {identity.digest})",
@@ -59,7 +59,7 @@ class Vocabulary:
             )
 
     def check(self, table: Table, where: str) -> None:
-        """Raise `BadInput` naming column, row and id where a column of token ids of a table holds something else."""
+        """Raise `BadInput` naming column, row and id if a table's column of token ids holds an invalid value."""
         for name in TOKEN_COLUMNS:
             if name in table:
                 column = table[name]

@@ -1,9 +1,9 @@
-"""Is it right: invariants that are tested on the live system, by `lab.check()`.
+"""Invariants that `lab.check()` tests on the live system.
 
-A check is a function of a `Subject`, which offers a small batch and the means to run stages on variants of it. It
-returns `finding(figure, threshold, culprit, about)`, or raises `NotApplicable(why)`. To add one: write it in a
-file here, with a first line of docstring that says what holds, and add a line to CHECKS. A check that takes steps is in
-UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` when it is done.
+A check is a function of a `Subject`, which offers a small batch and runs stages on variants of it. It returns
+`finding(figure, threshold, culprit, about)`, or raises `NotApplicable(why)`. To add one: write it in a file here; the
+first line of its docstring states the invariant; add a line to CHECKS. A check that takes optimizer steps belongs in
+UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` at its end.
 """
 
 from collections.abc import Callable

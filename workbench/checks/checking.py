@@ -1,4 +1,4 @@
-"""`lab.check()`: run checks on the live system, and leave it as it was."""
+"""`lab.check()`: run checks on the live system, and restore its state."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 @stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
 def check(lab: Lab, *names: str, loss: Any = None, batch: Any = None) -> CheckReport:
-    """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
-    before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
-    gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
+    """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1 before
+    the first step, does the engine have the trainer's weights, does nothing outside the mask reach the gradient
+    (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
 
-    loss, batch: check a loss instead, for the actor's update or the critic's, on rollouts that it is to learn from,
-    before a step is taken with it: is its gradient that of its value, does anything leak through the mask or between
-    rows, does it depend on micro-batches or ranks, what is its gradient at ratio 1, and where does it point beside
-    PPO's and GRPO's, or the squared error's (`workbench.checks.loss_checks.LOSS_CHECKS`). `.batch` of the report has
-    what each token adds to the loss, `loss_contribution`, and to its gradient, `gradient_contribution`, as columns for
-    the samples view.
+    loss, batch: check a loss for the actor's or the critic's update instead, on rollouts from which it will learn,
+    before the first step: is its gradient the derivative of its value, does anything leak through the mask or between
+    rows, does it depend on micro-batches or ranks, what is its gradient at ratio 1, and how does its direction compare
+    with PPO's and GRPO's, or with the squared error's (`workbench.checks.loss_checks.LOSS_CHECKS`). The report's
+    `.batch` has each token's share of the loss, `loss_contribution`, and of its gradient, `gradient_contribution`, as
+    columns for the samples view.
     """
     known: Sequence[str] = tuple(CHECKS if loss is None else LOSS_CHECKS)
     unknown = [name for name in names if name not in known]
@@ -51,7 +51,7 @@ def check(lab: Lab, *names: str, loss: Any = None, batch: Any = None) -> CheckRe
         stack.enter_context(lab.runner.isolated("check"))
         go_back: Callable[[], None] = lambda: None  # noqa: E731 (replaced below where there is something to undo)
         if any(name in UPDATING for name in chosen):
-            # what is restored leaves the engine behind the trainer: give it the weights that it had
+            # the restored trainer differs from the engine: sync the engine again
             stack.callback(_sync, lab)
             go_back = stack.enter_context(lab.kept(*(role for role in lab.groups if role in (*UPDATES, *FROZEN))))
         subject = Subject(lab, go_back)

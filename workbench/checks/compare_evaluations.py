@@ -1,4 +1,4 @@
-"""Whether one evaluation is better than another: their difference on the same prompts, with an interval."""
+"""Compare two evaluations on the same prompts: their difference, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SHOWN_CONDITIONS = ("samples", "seed", "sampling/temperature", "sampling/top_p",
 
 
 def of_data(name: str) -> str:
-    """The name of the conditions of one data set."""
+    """The name under which the conditions of one data set are stored."""
     return f"data/{name}"
 
 
 class Evaluation(pd.DataFrame):
-    """One row a data set; what is made from it is a plain frame.
+    """One row a data set; frames derived from it are plain frames.
 
     rows: a frame with a row a response: `data`, `prompt_index` (its place in the source), `prompt`, `sample`,
-    `response`, `reward`, `passed`, `response_tokens`, `finished`, `valid`, `failure`; where they were asked for,
-    `answer` and `selection_score` (NaN where the selector failed); and `reward/NAME` for each component of the reward.
-    seed, threshold: those of the call. conditions: what it was done with, by name: samples, seed, threshold, all
-    settings of sampling, the reward, of which the name and a digest count, and how each data set becomes prompts, such
-    as "data/sums/chat/system".
+    `response`, `reward`, `passed`, `response_tokens`, `finished`, `valid`, `failure`; if requested, `answer` and
+    `selection_score` (NaN where the selector failed); and `reward/NAME` for each component of the reward.
+    seed, threshold: of the call. conditions: the settings of the evaluation, by name: samples, seed, threshold, all
+    sampling settings, the reward (name and digest), and how each data set becomes prompts, such as
+    "data/sums/chat/system".
     """
 
     _metadata = ["rows", "seed", "threshold", "conditions"]  # noqa: RUF012 - pandas reads it
@@ -77,7 +77,7 @@ class Evaluation(pd.DataFrame):
         return f"{shown}\n{self.stated()}\n{rest}"
 
     def stated(self) -> str:
-        """What it was done with, in a line."""
+        """Its conditions in one line."""
         known = {name: self.conditions[name] for name in SHOWN_CONDITIONS if name in self.conditions}
         chats = (f"{of_data(str(name))}/chat" for name in self.index)
         known |= {name: value for chat in chats for name, value in self.conditions.items() if name.startswith(chat)}
@@ -91,13 +91,12 @@ PROMPT = ["data", "prompt_index", "prompt"]
 def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComparison:
     """Whether b is better than a, both from `lab.evaluate` on the same data: `lab.compare_evaluations(a, b)`.
 
-    Prompt by prompt: the difference of the means of its samples. The interval is that of Student's t over prompts,
-    as samples of one prompt depend on each other; see `interval`. Evaluations with the same seed and weights
-    that are close draw alike, which makes it narrow. Where sampling, seed, samples, threshold, the reward or the chat
-    format differ, it says so: then b - a is not of the policies alone. of: "reward", or "passed". `.df` has a row a
+    For each prompt it takes the difference of the means of its samples. The interval is Student's t over prompts,
+    because samples of one prompt depend on each other; see `interval`. Evaluations with the same seed and similar
+    weights draw similar samples, which narrows it. If sampling, seed, samples, threshold, the reward or the chat format
+    differ, it says so: then b - a does not measure the policies alone. of: "reward", or "passed". `.df` has a row a
     data set: difference, interval, whether it is decided, and how many more prompts would decide it with a probability
-    of 80 %.
-    `.flipped` lists prompts that one passes more often than the other, with their responses side by side.
+    of 80 %. `.flipped` lists prompts that one evaluation passes more often, with their responses side by side.
     """
     for name, one in (("a", a), ("b", b)):
         if not isinstance(one, Evaluation):
@@ -119,7 +118,7 @@ def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComp
 
 
 def _differing(first: Evaluation, second: Evaluation) -> dict[str, tuple[Any, Any]]:
-    """The conditions of two evaluations that are not the same; data sets that only one of them has are left out."""
+    """The conditions that differ between two evaluations; data sets that only one of them has are left out."""
 
     a, b = first.conditions, second.conditions
     left_out = tuple(f"{of_data(str(name))}/" for name in first.index.symmetric_difference(second.index))
@@ -134,7 +133,7 @@ def _means(rows: pd.DataFrame, of: str) -> pd.Series[float]:
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
-    """Of one data set. first, second [prompts]: means of the same prompts."""
+    """The statistics of one data set. first, second [prompts]: means of the same prompts."""
     differences = second - first
     prompts, mean = len(differences), float(differences.mean())
     low, high = interval(differences)
@@ -146,16 +145,15 @@ def _difference(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
 
 
 def interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
-    """The interval, of 95 % where no other level is given, of the mean of n independent values, such as one difference
-    for each prompt: m +- t_{n-1} s / sqrt(n) with Student's t (Student 1908, https://doi.org/10.1093/biomet/6.1.1),
-    exact for normal values and close for others from few prompts on. With prompts as what is drawn, samples of one
-    prompt may depend on each other.
+    """The confidence interval (95 % unless another level is given) of the mean of n independent values, such as one
+    difference for each prompt: m +- t_{n-1} s / sqrt(n) with Student's t (Student 1908,
+    https://doi.org/10.1093/biomet/6.1.1), exact for normal values and close for others even with few prompts. Prompts
+    are the independent draws, so samples of one prompt may depend on each other.
 
-    A bootstrap over prompts was not taken: for 8, 16 and 32 prompts of 4 samples its percentiles held the true
-    difference in 88, 90 and 93 % of 2,000 simulated comparisons, this interval in 95, 94 and 96 %; from 128 on they
-    agree.
+    Why not a bootstrap over prompts: for 8, 16 and 32 prompts of 4 samples its percentiles covered the true difference
+    in 88, 90 and 93 % of 2,000 simulated comparisons, this interval in 95, 94 and 96 %; from 128 prompts on they agree.
 
-    Values that are all equal say nothing of their deviation. n of them have one sign by chance with a probability of
+    Equal values carry no information about their deviation. n values have the same sign by chance with a probability of
     2^(1 - n): with fewer than `fewest_equal(level)` values, 6 at 95 %, the interval is infinite. NaN for one value.
     """
     if len(values) < 2:
@@ -169,14 +167,14 @@ def interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
 
 
 def fewest_equal(level: float = LEVEL) -> int:
-    """How many equal differences decide at a level: the least n with 2^(1 - n) <= 1 - level."""
+    """The number of equal differences that are significant at a level: the least n with 2^(1 - n) <= 1 - level."""
     return math.ceil(1 - math.log2(1 - level))
 
 
 def more_prompts(differences: np.ndarray) -> float:
-    """How many more prompts would decide it with a probability of 80 %, if mean and variance of the difference are what
-    they seem: n = ((z_0.975 + z_0.8) s / m)^2 in all, for prompts drawn as these were (Miller 2024,
-    https://arxiv.org/abs/2411.00640, section 5), and 6 at least. Infinite where the mean is 0, NaN for one prompt."""
+    """How many more prompts would decide it with a probability of 80 %, if mean and variance of the difference are as
+    observed: n = ((z_0.975 + z_0.8) s / m)^2 in all, for prompts drawn like these (Miller 2024,
+    https://arxiv.org/abs/2411.00640, section 5), and at least 6. Infinite if the mean is 0, NaN for one prompt."""
     if len(differences) < 2:
         return math.nan
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
@@ -188,8 +186,8 @@ def more_prompts(differences: np.ndarray) -> float:
 
 
 def _flipped(a: Any, b: Any) -> pd.DataFrame:
-    """Prompts whose share of passes differs, the largest difference first, with a pair of responses side by side of
-    which one passes: those of the same sample where there are such."""
+    """Prompts whose pass rates differ, the largest difference first, each with a pair of responses of which one passes;
+    both have the same sample number if possible."""
     key = [*PROMPT, "sample"]
     columns = [*key, "passed", "reward", "response"]
     found = [one.rows.loc[one.rows["valid"], columns] for one in (a, b)]
@@ -208,10 +206,10 @@ def _flipped(a: Any, b: Any) -> pd.DataFrame:
 @dataclass(frozen=True)
 class EvaluationComparison(Charted):
     """b against a. df: a row a data set: `prompts` that both have, `mean_a`, `mean_b`, `difference` (b - a) with `low`
-    and `high` of its 95 % interval, whether that is `decided` (the interval leaves out 0), `more_prompts` that would
-    decide it, and prompts `left_out` because only one evaluation has them. flipped: see `compare_evaluations`. of: what
-    is compared. differs: the conditions that are not the same, such as "sampling/temperature", and their values in a
-    and b: with a reward or sampling of its own, b - a is not of the policies alone."""
+    and `high` of its 95 % interval, `decided` (whether the interval excludes 0), `more_prompts` that would decide it,
+    and prompts `left_out` because only one evaluation has them. flipped: see `compare_evaluations`. of: the compared
+    column. differs: conditions that differ, such as "sampling/temperature", with their values in a and b; if the reward
+    or the sampling differs, b - a does not measure the policies alone."""
 
     df: pd.DataFrame
     flipped: pd.DataFrame
@@ -219,7 +217,7 @@ class EvaluationComparison(Charted):
     differs: Mapping[str, tuple[Any, Any]]
 
     def sentences(self) -> list[str]:
-        """What it says of each data set, and what else differs than the policies."""
+        """The result for each data set, and differing conditions, in sentences."""
         found = [_sentence(str(data), row) for data, row in self.df.iterrows()]
         return found + [
             f"not of the policies alone: {name} is {a} in a, {b} in b" for name, (a, b) in self.differs.items()
@@ -229,7 +227,7 @@ class EvaluationComparison(Charted):
         return "\n".join([*self.sentences(), f"{len(self.flipped)} prompts flipped: see .flipped"])
 
     def charts(self) -> list[Chart]:
-        """The differences with their intervals; those that are decided, whose interval leaves out 0, in colour."""
+        """The differences with their intervals; intervals that exclude 0 are coloured."""
         numbered = self.df.assign(x=range(len(self.df)))
         curves = tuple(
             Curve(

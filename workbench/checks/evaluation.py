@@ -1,4 +1,4 @@
-"""`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations."""
+"""`lab.evaluate()`: measure the policy on held-out data, between two iterations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
         1 - C(n - c, k) / C(n, k),      n = samples, c = passed of them, k <= n
 
     Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: the share of the k-subsets of the n samples that
-    hold a pass. (1 - (1 - c/n)^k is biased.) Raises `BadInput` unless 0 <= passed <= samples and 1 <= k <= samples.
+    contain a pass. (1 - (1 - c/n)^k is biased.) Raises `BadInput` unless 0 <= passed <= samples and 1 <= k <= samples.
     """
     if not (1 <= k <= samples and 0 <= passed <= samples):
         raise BadInput(
@@ -51,11 +51,11 @@ MOST_SUBSETS = 2000
 
 
 def majority_at_k(answers: Sequence[Hashable], passed: Sequence[float], k: int) -> float:
-    """The probability that the answer which most of k samples give passes: the mean over the k-subsets of the samples.
+    """The probability that the most frequent answer among k samples passes: the mean over the k-subsets of the samples.
 
-    answers [samples]: what each response answers, None where it answers nothing: that is no vote. passed [samples]: 1
-    or 0. Of several answers with equally many votes each is taken equally often; where nobody votes nothing passes. Of
-    more than 2,000 subsets so many are drawn, always the same. Wang et al. 2023, https://arxiv.org/abs/2203.11171.
+    answers [samples]: the answer of each response; None, for no answer, is no vote. passed [samples]: 1 or 0. Ties
+    count each tied answer equally; a subset without votes does not pass. If there are more than 2,000 subsets, 2,000
+    are drawn, always the same. Wang et al. 2023, https://arxiv.org/abs/2203.11171.
     """
     right: dict[Hashable, list[float]] = {}
     for answer, one in zip(answers, passed, strict=True):
@@ -83,9 +83,9 @@ def best_of_k(scores: Sequence[float], rewards: Sequence[float], k: int) -> floa
 
         sum over the values s of the scores  (C(m_s, k) - C(b_s, k)) / C(n, k)  mean reward of the samples with score s
 
-    with m_s samples of a score of at most s and b_s below it; of equal scores each is taken equally often. scores,
-    rewards [samples]: of the selector, and of what counts. Nakano et al. 2021, https://arxiv.org/abs/2112.09332,
-    appendix I.
+    with m_s samples of a score of at most s and b_s samples below it; samples with equal scores count equally. scores
+    [samples]: of the selector. rewards [samples]: the evaluated ones. Nakano et al. 2021,
+    https://arxiv.org/abs/2112.09332, appendix I.
     """
     order = sorted(range(len(scores)), key=scores.__getitem__)
     expected, below = 0.0, 0
@@ -104,7 +104,7 @@ ROLE = "role"  # select=: the reward role's own model or function
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `evaluate` but the data."""
+    """The arguments of `evaluate` without the data."""
 
     samples: int
     sampling: Sampling | None
@@ -122,7 +122,7 @@ class Asked:
 
     @property
     def selector(self) -> Any:
-        """The function that scores for a choice; None: the role's own."""
+        """The function that scores responses for best-of-k; None: the reward role's own."""
         return None if self.select == ROLE else self.select
 
 
@@ -132,26 +132,23 @@ def evaluate(
     reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
     answer: Callable[[str], Any] | None = None, select: Any = None, most_failed: ZeroToOne = 0.2,
 ) -> pd.DataFrame:  # fmt: skip
-    """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
-    has them all. `.rows` of what it returns is a frame with a row a response: prompt, text, reward, passed, tokens.
-    `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
+    """Measure the policy on other data; training is not affected. One row a data set; `lab.metrics("evaluate")` has all
+    of them. `.rows` of the result is a frame with a row a response: prompt, text, reward, passed, tokens.
+    `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` evaluates during training.
 
-    data: whatever `prompts=` takes, or several by name; without `chat`, `control_tokens`, `max_prompt_tokens` or
-    `overlong` of their own they are read as `lab.prompts` are.
-    n: the first n prompts of each; None: all.
-    samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
-    most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
-    trains. reward: in place of the reward role's own. seed: the same one draws the same responses from the same
-    weights.
-    answer: a function that gives the answer of a response's text, None where it has none: `majority@k`, the share
-    of prompts of which the answer that most of k samples give has passed. select: "role", the reward role's own
-    model, or a function as `reward`: `best_of@k`, the reward of the response that it scores highest among k,
-    without those for which it failed: `selection_failed_fraction`. most_failed: the share of the responses whose
-    rewards, or scores of `select`, may fail; 1.0: all may.
-    Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
-    reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), median and 95th
-    percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a
-    format.
+    data: whatever `prompts=` takes, or several by name; `chat`, `control_tokens`, `max_prompt_tokens` and `overlong`
+    are those of `lab.prompts` unless the data set has its own. n: the first n prompts of each; None: all. samples:
+    responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, which has temperature 1 and at most 64
+    tokens, whatever training uses; pass the algorithm's, `sampling=ppo.sampling`, to measure the trained distribution.
+    reward: replaces the reward role's own. seed: equal seeds and equal weights draw equal responses. answer: a function
+    from a response's text to its answer, None for no answer. It adds `majority@k`, the share of prompts for which the
+    most frequent answer of k samples passes. select: "role", the reward role's own model, or a function like `reward`.
+    It adds `best_of@k`, the reward of the highest-scored response among k; responses whose score failed are left out
+    and counted in `selection_failed_fraction`. most_failed: the share of responses whose rewards, or scores of
+    `select`, may fail; 1.0: all may. Columns: `reward_mean` and its standard error over prompts; `pass@k` (Chen et al.
+    2021, arXiv:2107.03374), where a reward of at least `threshold` is a pass; `response_tokens_mean` (tokens of the
+    policy), median and 95th percentile; `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each reward
+    component, such as a format.
     """
 
     asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select, most_failed)
@@ -184,7 +181,7 @@ def evaluate(
 
 
 def _reward_of(lab: Lab, asked: Asked) -> str:
-    """Who scores, in a word: equal for equal functions, components with their weights, or weights of a model."""
+    """Identify the reward in a few words: equal texts for equal functions, weighted components, or model weights."""
     if asked.reward is not None:
         parts = asked.reward.items() if isinstance(asked.reward, Mapping) else [("", asked.reward)]
         return " + ".join(f"{name}: {_function(one)}".removeprefix(": ") for name, one in parts)
@@ -196,14 +193,14 @@ def _reward_of(lab: Lab, asked: Asked) -> str:
 
 
 def _function(value: Any) -> str:
-    """A component may come with its weight."""
+    """Describe one reward function, which may come with its weight."""
     function, *weight = value if isinstance(value, tuple | list) else (value,)
     known = function_version(function)
     return " ".join([f"{known['name']} ({known['digest'][:6]})", *(f"x {one}" for one in weight)])
 
 
 def _check(lab: Lab, asked: Asked) -> None:
-    """Raise `BadInput` for what a stage, or the summary, would refuse after the first response."""
+    """Raise `BadInput` now for values that a stage, or the summary, would refuse after generation."""
     if "actor" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without an actor", "its generation engine writes the responses",
@@ -224,7 +221,7 @@ def _check(lab: Lab, asked: Asked) -> None:
 
 
 def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFrame:
-    """A frame with a row a response, the samples of a prompt side by side."""
+    """A frame with a row a response; samples of a prompt are adjacent."""
     batch = lab.put(prompt_table(rows, 0))
     batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
     scored = lab.reward.compute_reward(batch, function=asked.reward, most_failed=asked.most_failed)
@@ -239,7 +236,7 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
         "sample": np.tile(np.arange(asked.samples), len(rows)),
         "response": [decode(row.tolist(), skip_special_tokens=True) for row in ids.rows()],
         "reward": _scores(found["rewards"]),
-        # as generation counts them: what an environment wrote is not the policy's
+        # as generation counts them: tokens of an environment are not the policy's
         "response_tokens": [int(row.sum()) for row in mask.rows()],
         "finished": np.asarray(found["finished"]).astype(bool),
         "valid": np.asarray(found["valid"]).astype(bool) if status else np.ones(len(mask), dtype=bool),
@@ -258,14 +255,14 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
 
 
 def _selection_scores(scored: Batch) -> np.ndarray:
-    """NaN where the selector failed."""
+    """The selector's scores, NaN where it failed."""
     found = scored.fetch(["rewards", *(name for name in ("valid",) if name in scored.names)])
     scores = _scores(found["rewards"])
     return np.where(np.asarray(found["valid"]).astype(bool), scores, np.float32(np.nan)) if "valid" in found else scores
 
 
 def _answer(function: Callable[[str], Any], response: str) -> Any:
-    """What a response answers; None: nothing."""
+    """The answer of a response; None for no answer."""
     try:
         answer = function(response)
         hash(answer)
@@ -279,19 +276,19 @@ def _answer(function: Callable[[str], Any], response: str) -> Any:
 
 
 def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
-    """A reward passes from `threshold` on, rounded to the rewards' dtype: 0.9 in float32 is a little less than
-    Python's."""
+    """Whether each reward is at least `threshold`, which is rounded to the rewards' dtype first: 0.9 in float32 is
+    slightly less than Python's 0.9."""
     limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
     return np.asarray(rewards >= limit)
 
 
 def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
-    """The row of a data set, of its responses; the samples of a prompt stand side by side.
+    """The row of a data set, from its responses; samples of a prompt are adjacent.
 
-    Responses that failed count nowhere but in `failed_fraction`. A prompt of which fewer than k are left counts in each
-    `...@k` with all that it has: left out, the prompts whose rewards fail most would be missing for large k alone, and
-    pass@k would rise or fall with them. The standard error is that of the prompts' means: samples of one prompt are not
-    independent of each other (Miller 2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
+    Failed responses count only in `failed_fraction`. A prompt with fewer than k valid responses enters each `...@k`
+    with all that it has: if it were left out, prompts with many failures would be missing for large k only, which would
+    bias pass@k. The standard error is that of the prompts' means, because samples of one prompt are not independent
+    (Miller 2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
     """
     valid = found["valid"].to_numpy()
     kept, lengths = found[valid], found["response_tokens"].to_numpy()[valid]
@@ -331,7 +328,7 @@ def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """NaN of none."""
+    """The mean; NaN for no values."""
     return float(np.mean(values)) if len(values) else float("nan")
 
 
@@ -346,7 +343,7 @@ def _named(data: Any) -> dict[str, Any]:
 
 
 def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
-    """The first n rows of a source, in its order; all: None."""
+    """The first n rows of a source, in its order; None: all."""
     options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
     options |= reading(lab.description.prompts, options)
     prompts = prompts_of(options, lab.runner.batches.tokenizer)
@@ -363,7 +360,7 @@ def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
 
 
 def _scores(column: Any) -> np.ndarray:
-    """One reward a row, in the column's dtype: a row that has one a token counts with their sum."""
+    """One reward a row, in the column's dtype; token rewards are summed."""
     if isinstance(column, Ragged):
         column = torch.stack([row.double().sum() for row in column.rows()]).to(column.values.dtype)
     assert isinstance(column, torch.Tensor)

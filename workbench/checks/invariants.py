@@ -33,10 +33,10 @@ FROZEN = ("reference", "teacher", "reward", "cost")
 
 
 def check_frozen(subject: Subject) -> Finding:
-    """Reference, reward and cost models, and what an adapter leaves alone, keep their weights through forward passes
-    and the actor's update."""
+    """Reference, reward and cost models, and base weights under an adapter, do not change in forward passes and in the
+    actor's update."""
     subject.need_actor(UPDATES["actor"])
-    # whether those alone that require no gradient: of a role with an adapter the rest moves
+    # True: compare only weights without gradient, because an adapter's weights do change
     watched = {
         role: group.spec.adapter is not None
         for role, group in subject.lab.groups.items()
@@ -70,7 +70,7 @@ def check_frozen(subject: Subject) -> Finding:
 
 
 def check_replicas(subject: Subject) -> Finding:
-    """After an update all replicas of a role hold the same bits."""
+    """After an update all replicas of a role have bit-identical weights."""
     roles = [
         role
         for role in subject.roles(UPDATES)
@@ -90,7 +90,7 @@ def check_replicas(subject: Subject) -> Finding:
                 common, count = Counter(held).most_common(1)[0]
                 if count == len(held):
                     continue
-                # of two that differ the one that did not move is the odd one
+                # if two replicas differ, the one whose weights did not change is the culprit
                 odd = [r for r, text in enumerate(held) if text == before[r][name]] or [
                     r for r, text in enumerate(held) if text != common
                 ]
@@ -100,7 +100,7 @@ def check_replicas(subject: Subject) -> Finding:
     return finding(len(differ), 0, and_more(differ), "weights that differ between replicas after an update")
 
 
-# One call for each way that a number takes through `compute_advantages`.
+# Calls that together cover every path through `compute_advantages`.
 ESTIMATES: tuple[dict[str, Any], ...] = (
     {"estimator": "gae", "gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1},
     {"estimator": "gae", "bootstrap": True, "multiplier": 0.5, "kl_coefficient": 0.1, "kl": "k2"},
@@ -128,7 +128,7 @@ def check_advantages(subject: Subject) -> Finding:
     """Advantages and returns depend neither on values outside the mask nor on the order of rows."""
     table = _table(subject)
     order = np.random.default_rng(SEED).permutation(subject.rows)
-    # the score of a response without any token inside the mask counts as a whole
+    # the score of a response counts even if no token is inside the mask
     scored = [row for row, inside in enumerate(subject.mask.rows()) if inside.any()]
     spoilt = subject.spoilt(subject.spoilt(table, TOKENS, range(subject.rows)), SCORES, scored)
     row_of = torch.repeat_interleave(torch.arange(subject.rows), subject.mask.lengths)
@@ -160,7 +160,7 @@ def check_advantages(subject: Subject) -> Finding:
 
 
 def _table(subject: Subject) -> Table:
-    """What `compute_advantages` reads, from a fixed seed; two responses a prompt."""
+    """The columns that `compute_advantages` reads, from a fixed seed; two responses a prompt."""
     generator = torch.Generator().manual_seed(SEED)
     table, rows = dict(subject.training_table), subject.rows
     for name in SCORES:
@@ -203,7 +203,7 @@ def check_weights(subject: Subject) -> Finding:
     figures, culprit = [], ""
     for rank, seen in enumerate(ranks):
         differ = (*seen.differ, *(name for name in seen.moved_differ if name not in seen.differ))
-        # bits that differ are a failure whatever they do to the probe
+        # differing bits are a failure, however small their effect on the probe
         gap = max(seen.gap, seen.moved_gap or 0.0)
         figures.append(gap if not differ else max(gap, 2 * limit))
         if differ:
@@ -219,13 +219,13 @@ def check_weights(subject: Subject) -> Finding:
 
 
 def check_kl(subject: Subject) -> Finding:
-    """The actor is its reference while it has taken no step since they were equal."""
+    """The actor equals its reference until its first step."""
     lab = subject.lab
     if "reference" not in lab.groups:
         raise NotApplicable("there is no reference")
     subject.need_actor("compute_log_prob")
     actor, reference = lab.actor.spec, lab.reference.spec
-    # without its adapter the actor is what it was at first
+    # without its adapter the actor has its initial weights
     untrained = lab.description.actor_is_reference
     own, theirs = lab.weights["actor"], Weights(steps=0, state="") if untrained else lab.weights["reference"]
     if own != theirs:
@@ -282,7 +282,7 @@ def check_ratio(subject: Subject) -> Finding:
 
 
 def check_invariance(subject: Subject) -> Finding:
-    """A row's numbers depend neither on the order of rows nor on what shares its micro-batch."""
+    """A row's numbers depend neither on the order of rows nor on the other rows of its micro-batch."""
     rows = np.arange(subject.rows)
     found: list[tuple[float, str]] = []
     for role in subject.forward_roles():
@@ -293,7 +293,7 @@ def check_invariance(subject: Subject) -> Finding:
         variants = {
             "in reverse order": [rows[::-1]],
             "three times, in larger micro-batches": [np.concatenate([rows, rows[::-1], rows])],
-            # as many rows as each rank and minibatch has one of: none has a neighbour
+            # one row per rank and minibatch, so that no row has a neighbour
             "alone in its micro-batch": np.split(rows, len(rows) // subject.unit(role)),
         }
         for name, parts in variants.items():
@@ -308,18 +308,18 @@ def check_invariance(subject: Subject) -> Finding:
 
 
 def _only(mask: Ragged, row: int) -> torch.Tensor:
-    """The mask with all rows but one taken out."""
+    """The mask with a single row kept."""
     rows = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
     return mask.values.bool() & (rows == row)
 
 
-# Relative differences that rounding makes of sums in another order.
+# Relative differences caused by rounding, because sums are taken in another order.
 ROUNDING = (1e-4, 0.1)  # float32, bfloat16
 NUMBERS = (
     *("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantages"),
     *("values", "returns", "cost_values", "cost_returns"),
 )
-# So small a bonus changes no bit that counts, but with a bonus no row is skipped.
+# The bonus is too small to change the comparison; but with a bonus no row is skipped.
 HARDLY_ANY = 1e-9
 
 
@@ -345,8 +345,8 @@ def check_masks(subject: Subject) -> Finding:
 
 
 def check_denominators(subject: Subject) -> Finding:
-    """Loss and gradient of a minibatch depend neither on how it is cut into micro-batches, nor on which rank has which
-    of its rows, nor on whether rows without advantage are skipped."""
+    """Loss and gradient of a minibatch depend neither on the micro-batches, nor on which rank gets which rows, nor on
+    whether rows without advantage are skipped."""
     found, table, tokens = [], subject.training_table, subject.all_tokens
     for role, form, name, ranks in subject.measured:
         others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
@@ -381,11 +381,11 @@ def check_gradients(subject: Subject) -> Finding:
 
 
 def relative_difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:
-    """The largest relative difference of the losses, or of the gradients as rank 0 has them; and which it is."""
+    """The largest relative difference of the losses, or of rank 0's gradients; and which of the two it is."""
     found = []
     for number, (mine, theirs) in enumerate(zip(one[0].minibatches, two[0].minibatches, strict=True)):
         losses = [sum(rank.minibatches[number].share for rank in ranks) for ranks in (one, two)]
-        # the loss may happen to lie next to 0, its tokens' losses do not
+        # the loss may be close to 0 by chance; its tokens' losses are not
         found.append((abs(losses[0] - losses[1]) / max(abs(losses[0]), 0.1), "the loss"))
         scale = max(mine.norm, 1e-12)
         for name, sketch in mine.sketches.items():

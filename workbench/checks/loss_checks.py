@@ -1,7 +1,7 @@
-"""Is it the loss that its author means: what is asked of a loss before its first step, by `lab.check(loss=, batch=)`.
+"""Checks of a loss before its first step, by `lab.check(loss=, batch=)`: does it compute what its author means?
 
 To add a check: write a function of a `LossSubject` that returns a finding, and add a line to LOSS_CHECKS.
-Suffixes: N rows of the batch, B rows that are checked, T response tokens of the longest.
+Suffixes: N rows of the batch, B checked rows, T response tokens of the longest.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RATIO_ONE = 0.1
 
 
 class LossSubject:
-    """A loss, and the rollouts that it is to learn from. The weights stay as they are.
+    """A loss, and the rollouts from which it will learn. The weights stay unchanged.
 
-    rows: the numbers of those that are `valid`, which an update learns from.
+    rows: indices of the `valid` rows, from which an update learns.
     """
 
     def __init__(self, lab: Lab, loss: str | UserFunction, batch: Batch) -> None:
@@ -60,7 +60,7 @@ class LossSubject:
 
     @cached_property
     def scored(self) -> Batch:
-        """The batch with `old_log_prob` of the policy as it is now, or `values` of the critic."""
+        """The batch with `old_log_prob` of the current policy, or `values` of the current critic."""
         if self.role == "critic":
             return self.lab.critic.compute_values(self.batch)
         return self.lab.actor.compute_log_prob(self.batch)
@@ -72,7 +72,7 @@ class LossSubject:
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """The loss on the valid rows; where it reads logits or hidden states, on the shortest of them."""
+        """The loss on the valid rows; if it reads logits or hidden states, on the shortest of them."""
         asked, spec = Asked.by(self.function).names, self.lab.groups["actor"].spec
         sizes, rows = {}, self.rows
         if set(OF_MODEL) & set(asked) and spec.name is not None:
@@ -91,13 +91,13 @@ class LossSubject:
 
     @cached_property
     def points(self) -> list[LossInputs]:
-        """It on a few rows, where the policy is now, and after steps."""
+        """The loss on a few rows, at the current policy and after simulated steps."""
         few = self.inputs.take([*range(min(FEW_ROWS, len(self.inputs.rows)))])
         return [few, few.moved(MOVED)]
 
     @cached_property
     def repeats(self) -> tuple[float, str]:
-        """How far apart two calls of the loss with the same numbers are, and why."""
+        """The largest difference between two calls of the loss with equal inputs, and its cause."""
         if wrote := self.inputs.overwritten():
             named = ", ".join(map(repr, wrote))
             return math.inf, f"it writes into {named}, which others read too: x = x * 2, not x.mul_(2)"
@@ -106,7 +106,7 @@ class LossSubject:
         return gap, "two calls with the same numbers give two losses or gradients, as with random numbers"
 
     def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
-        """What each rank sees of the role's update on this batch."""
+        """Each rank's measurements of the role's update on this batch."""
         return measured(self.lab, self.role, batch, micro_batch_tokens, **arguments)
 
 
@@ -120,14 +120,14 @@ def check_returns(subject: LossSubject) -> Finding:
 
 
 def check_repeats(subject: LossSubject) -> Finding:
-    """It gives the same for the same numbers, and writes nothing into what it is given."""
+    """It returns equal results for equal inputs, and does not write into its inputs."""
     about = "relative change of loss or gradient from one call to the next"
     return finding(subject.repeats[0], ROUNDING[0], subject.repeats[1], about)
 
 
 def check_gradient(subject: LossSubject) -> Finding:
-    """Its gradient is that of its value, by central differences. What is detached on purpose is held fixed; a gradient
-    that gets lost otherwise, as in `.item()`, or a wrong one of an autograd function, shows."""
+    """Its gradient is the derivative of its value, by central differences. Deliberate `detach` calls are held fixed; a
+    gradient that is lost in other ways, such as `.item()`, or a wrong autograd function, is found."""
     found, positions = [], 0
     for inputs in subject.points:
         held, weights_BT = Held(), _weights(inputs.inside_BT)
@@ -164,7 +164,7 @@ def check_gradient(subject: LossSubject) -> Finding:
 
 
 def check_mask(subject: LossSubject) -> Finding:
-    """What is outside the mask, padding among it, changes neither losses nor gradients inside, and has no gradient."""
+    """Values outside the mask, such as padding, change neither losses nor gradients inside, and get no gradient."""
     found = []
     for inputs in subject.points:
         holes_BT = inputs.inside_BT.clone()
@@ -192,7 +192,7 @@ def check_mask(subject: LossSubject) -> Finding:
 
 
 def check_rows(subject: LossSubject) -> Finding:
-    """A row's loss and gradient depend on no other row: a micro-batch holds any rows, and only some of a prompt's."""
+    """A row's loss and gradient depend on no other row, because a micro-batch holds arbitrary rows."""
     found = []
     for inputs in subject.points:
         weights_BT = _weights(inputs.inside_BT)
@@ -224,8 +224,8 @@ def check_ratio_1(subject: LossSubject) -> Finding:
 
 
 def check_micro_batches(subject: LossSubject) -> Finding:
-    """Loss and gradient of the model do not depend on how a minibatch is cut into micro-batches, nor on which rank has
-    which of its rows."""
+    """Loss and gradient of the model do not depend on how a minibatch is split into micro-batches, nor on which rank
+    gets which rows."""
     lab, batch, loss = subject.lab, subject.rollouts, subject.loss
     tokens = int(batch.rows * (batch.lengths("prompt_ids") + batch.lengths("response_ids")).max())
     others = {
@@ -244,9 +244,9 @@ def check_micro_batches(subject: LossSubject) -> Finding:
 
 
 def check_direction(subject: LossSubject) -> Finding:
-    """A step on it goes down with PPO: the cosine of its gradient to PPO's, and to GRPO's, on the same rollouts, where
-    the policy is that which `old_log_prob` is of: on a batch that was learned from, PPO's clip would leave little. Of a
-    critic's, to that of the squared error."""
+    """A step along its gradient also lowers PPO's loss: the cosine with PPO's gradient, and with GRPO's, on the same
+    rollouts at the policy of `old_log_prob`, because after learning from a batch PPO's clip removes most of its
+    gradient. For a critic, the cosine with the squared error's gradient."""
     batch, critic = subject.scored, subject.role == "critic"
     column, known = ("returns", "the squared error") if critic else ("advantages", "PPO")
     if column not in batch.names:
@@ -283,9 +283,9 @@ COMPARING = tuple(name for name in LOSS_CHECKS if name not in ("returns", "repea
 
 
 def contributions(subject: LossSubject) -> Table:
-    """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob, or in
-    values; 0 in rows that are not valid. Nothing for a loss that reads the model's logits or hidden states, which are
-    not here."""
+    """Each token's contribution to the batch's loss, aggregated as token-mean, and to its gradient with respect to
+    log_prob or values; 0 in invalid rows. Empty for a loss that reads the model's logits or hidden states, because the
+    kernel does not have them."""
     if subject.inputs.sizes:
         return {}
     outcome, lengths = subject.inputs.outcome(), torch.from_numpy(subject.batch.lengths("response_mask"))
@@ -311,13 +311,13 @@ def _few_places(inside_BT: Tensor) -> list[tuple[int, int]]:
 
 
 def _weights(inside_BT: Tensor) -> Tensor:
-    """Of tokens, unequal, so that their gradients do not cancel each other."""
+    """Unequal weights of tokens, so that their gradients do not cancel."""
     draws = torch.Generator().manual_seed(3)
     return 0.5 + torch.rand(inside_BT.shape, generator=draws, dtype=torch.float64)
 
 
 def _relative(gap_BT: Tensor, of_BT: Tensor) -> float:
-    """The largest of a gap, in units of the largest number."""
+    """The largest gap, relative to the largest number."""
     scale = max(float(of_BT.abs().nan_to_num(nan=0.0, posinf=0.0).max()), 1e-6)
     return float(gap_BT.abs().nan_to_num(nan=math.inf).max()) / scale if gap_BT.numel() else 0.0
 

@@ -1,4 +1,4 @@
-"""A loss and what it is given for some rows, called in the kernel in double precision.
+"""Call a loss in the kernel, in double precision, on the inputs of some rows.
 
 Suffixes: B rows, T response tokens of the longest, N tokens, V numbers of each.
 """
@@ -25,19 +25,19 @@ PADDING = 3  # tokens
 
 
 def role_of(function: UserFunction) -> str:
-    """The role whose loss it is: a critic's has its gradient in `values` alone."""
+    """The role whose update uses this loss: a critic's loss has its gradient in `values` alone."""
     asked = Asked.by(function).names
     return "critic" if "values" in asked and not set(WITH_GRADIENT) & set(asked) else "actor"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """A loss, and a value for each parameter that it asks for.
+    """A loss, and a value for each of its parameters.
 
-    leaves: what it asks for that has a gradient. rows: their numbers in the batch. of_tokens: the names of values that
-    are [B, T] for the tokens of the mask. sizes: of the vocabulary and of a hidden state, by the names of OF_MODEL that
-    the loss asks for. There is no model here: `_of_model` makes numbers up, and the values of these names say how far
-    each token's numbers have moved along a direction, so that their gradient is one number a token.
+    leaves: parameters that get a gradient. rows: their numbers in the batch. of_tokens: names of values that are [B, T]
+    for the tokens of the mask. sizes: of the vocabulary and of a hidden state, by the names of OF_MODEL that the loss
+    reads. There is no model here: `_of_model` invents numbers, and the values of these names say how far each token's
+    numbers have moved along a direction, so that their gradient is one number a token.
     """
 
     function: UserFunction
@@ -52,7 +52,7 @@ class LossInputs:
     def of(
         cls, function: UserFunction, table: Table, now: Ragged, rows: Sequence[int], sizes: Mapping[str, int]
     ) -> LossInputs:
-        """Of the rows of a table, where the model gives these log-probabilities, or values; entropies are made up."""
+        """The inputs of some rows of a table, with the model's log-probabilities or values; entropies are invented."""
         mask = ragged_in(table, "response_mask")
         inside_BT = mask.pad().bool()
         entropy_BT = 0.5 + 2.5 * _drawn(torch.rand, inside_BT, 0)
@@ -84,7 +84,7 @@ class LossInputs:
         return replace(self, values={**self.values, **values})
 
     def take(self, index: list[int]) -> LossInputs:
-        """Of these rows alone, padded as before."""
+        """Only these rows, padded as before."""
         taken = {
             name: [value[i] for i in index] if isinstance(value, list) else value[index]
             for name, value in self.values.items()
@@ -93,18 +93,18 @@ class LossInputs:
         return replace(self, rows=rows, inside_BT=self.inside_BT[index], values=taken)
 
     def moved(self, distance: float) -> LossInputs:
-        """Of a model that has taken steps: log-probabilities, or values, inside the mask differ by so much."""
+        """Inputs after simulated steps: log-probabilities, or values, inside the mask change by this distance."""
         noise_BT = distance * _drawn(torch.randn, self.inside_BT, 1) * self.inside_BT
         return self.given(
             **{name: self.values[name] + noise_BT for name in ("log_prob", "values") if name in self.leaves}
         )
 
     def at_ratio_1(self) -> LossInputs:
-        """Of a policy that is that of the rollouts and of the reference."""
+        """Inputs at which the policy equals both the rollout policy and the reference."""
         return self.given(**{name: self.values["log_prob"] for name in OTHER_POLICIES if name in self.values})
 
     def spoilt(self) -> LossInputs:
-        """With other numbers outside the mask."""
+        """Inputs with other numbers outside the mask."""
         noise_BT = 3 * _drawn(torch.randn, self.inside_BT, 2)
         each = {name: self.values[name] for name in self.of_tokens if name in self.values}
         return self.given(
@@ -119,7 +119,7 @@ class LossInputs:
 
     def outcome(self, weights_BT: Tensor | float = 1.0, held: Held | None = None) -> dict[str, Tensor]:
         """The loss of each token, 0 outside the mask, and the gradients of the weighted sum inside it, [B, T] each, by
-        what they are called in a finding. `BadInput` where the loss does not return what a loss returns."""
+        their names in findings. Raises `BadInput` if the loss returns anything but a loss."""
         loss_BT, leaves, _ = self._called(held)
         loss_BT = torch.where(self.inside_BT, loss_BT, 0.0)
         total = (loss_BT * weights_BT).sum()
@@ -135,7 +135,7 @@ class LossInputs:
         return [name for name, x in tensors.items() if not torch.equal(x.nan_to_num(), before[name].nan_to_num())]
 
     def _called(self, held: Held | None = None) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        """The loss of each token, what it has a gradient in, and the copies of all values that it was given."""
+        """The loss of each token, the tensors in which it has a gradient, and copies of all inputs."""
         values = {**self.values, "mask": self.inside_BT}
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         leaves = {name: copies[name].detach().requires_grad_() for name in self.leaves}
@@ -151,7 +151,7 @@ class LossInputs:
         return loss_BT, leaves, copies
 
     def _of_model(self, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What stands in for OF_MODEL: smooth numbers that depend on row and token."""
+        """Stand-ins for OF_MODEL: smooth numbers that depend on row and token."""
         row_B, token_T = (torch.tensor(x).double() for x in (self.rows, range(self.inside_BT.shape[1])))
         place_BT = row_B[:, None] * 0.37 + token_T * 1.13 + 1
         found: dict[str, Any] = {}
@@ -180,9 +180,8 @@ def _drawn(how: Callable[..., Tensor], like_BT: Tensor, seed: int) -> Tensor:
 
 
 class Held(TorchFunctionMode):
-    """Inside, what a function takes no gradient of on purpose, by `detach` or under `torch.no_grad()`, is noted; with
-    the notes of an earlier call it is what it was then. So a difference of two calls is that of the rest.
-    """
+    """Record the values that a function detaches on purpose, by `detach` or under `torch.no_grad()`; given the record
+    of an earlier call, reuse its values, so that a difference of two calls is that of the other values."""
 
     def __init__(self, notes: Sequence[Tensor] | None = None) -> None:
         super().__init__()

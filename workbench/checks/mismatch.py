@@ -1,4 +1,4 @@
-"""`lab.mismatch()`: how far apart the log-probabilities of the same tokens are under several precisions."""
+"""`lab.mismatch()`: compare log-probabilities of the same tokens under several precisions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Precisions = Annotated[
 class Mismatch(Charted):
     """Log-probabilities of the same tokens, from the same weights, under several precisions.
 
-    tokens: a frame with one row for each token of the policy's: its `row`, its place `token`, `token_id`, and a column
-        of log-probabilities, nats, for each precision; "rollout" are those of the engine that sampled it.
-    base: the column that the others are held against: "rollout" where the batch has it, else the first precision. The
-        engine's numbers of rollouts with top-p, top-k or min-p are of another distribution, and left out unless the
-        batch has their sampling mask; then "float32_all_tokens" is what would be compared without it.
+    tokens: a frame with one row for each token of the policy: its `row`, its place `token`, `token_id`, and a column
+        of log-probabilities, nats, for each precision; "rollout" has those of the engine that sampled it.
+    base: the column with which the others are compared: "rollout" if the batch has it, else the first precision.
+        Engine log-probabilities of rollouts with top-p, top-k or min-p belong to another distribution; they are left
+        out unless the batch has their sampling mask. With it, "float32_all_tokens" is the comparison without the mask.
     """
 
     tokens: pd.DataFrame
@@ -46,18 +46,18 @@ class Mismatch(Charted):
 
     @property
     def gaps(self) -> pd.DataFrame:
-        """The same tokens: each precision's log-probability less the base's, nats."""
+        """The same tokens: each precision's log-probability minus the base's, nats."""
         ids = ["row", "token", "token_id"]
         columns = self.tokens.drop(columns=[*ids, self.base])
         return self.tokens[ids].join(columns.sub(self.tokens[self.base], axis=0))
 
     @property
     def df(self) -> pd.DataFrame:
-        """One row a precision: the mean and the largest |gap| of a token, and what an update would make of the gaps.
+        """One row a precision: the mean and the largest |gap| of a token, and the effect of the gaps on an update.
 
         kl: the mean of exp(gap) - 1 - gap, an estimate of KL(base | precision) a token (Schulman's k3,
-        http://joschu.net/blog/kl-approx.html). sequence_weight: the mean over responses of exp(sum of gaps), 1 where
-        both are one distribution. effective_share: (sum w)^2 / (n sum w^2) of these weights, 1 where all are equal.
+        http://joschu.net/blog/kl-approx.html). sequence_weight: the mean over responses of exp(sum of gaps), 1 if both
+        are the same distribution. effective_share: (sum w)^2 / (n sum w^2) of these weights, 1 if all are equal.
         """
         rows, gaps = [], self.gaps
         for name in gaps.columns[3:]:
@@ -94,13 +94,13 @@ class Mismatch(Charted):
 
 @stoppable("lab.mismatch()", ("the system is as before", "the same call again compares"))
 def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mismatch:
-    """How far apart the log-probabilities of these responses are under several precisions, from the actor's weights
-    as they are now: as a trainer and as a generation engine compute in fp32, bf16 and fp16, with the output head in
-    fp32, with an adapter beside the weights or merged into them. `.df` is one row a precision, `.tokens` and
-    `.gaps` one row a token; in a notebook it is a picture. Before any training: which precision will do?
+    """Compare the log-probabilities of these responses under several precisions, with the actor's current weights: as a
+    trainer and as a generation engine compute in fp32, bf16 and fp16, with the output head in fp32, with an adapter
+    beside the weights or merged into them. `.df` has one row a precision, `.tokens` and `.gaps` one row a token; a
+    notebook draws the result. Use it before training, to choose a precision.
 
-    precisions: `wb.Precision` by name, in place of `workbench.settings.precision.PRECISIONS`. Needs room for the
-    actor's weights a second time.
+    precisions: `wb.Precision` by name, in place of `workbench.settings.precision.PRECISIONS`. Needs memory for a second
+    copy of the actor's weights.
     """
     if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:
         raise BadInput("mismatch without an actor of workbench's own", "its weights score the tokens")

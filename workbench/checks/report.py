@@ -1,4 +1,4 @@
-"""What the checks found: one row a check."""
+"""The findings of checks, one row a check."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One check. figure: what was measured; it may be at most `threshold`. Both are NaN where nothing was measured.
+    """The result of one check. figure: the measurement; it may be at most `threshold`. Both are NaN if nothing was
+    measured.
 
-    culprit: where to look: role, rank, row or weight; empty unless it failed. about: what the figure is, or why the
-    check does not apply.
+    culprit: role, rank, row or weight to look at; empty unless it failed. about: what the figure is, or why the check
+    does not apply.
     """
 
     check: str = ""
@@ -40,14 +41,14 @@ class Finding:
 
 
 def finding(figure: float, threshold: float, culprit: str, about: str) -> Finding:
-    """What a check has measured; it fails where the figure is above the threshold, or no number."""
+    """The result of a measurement; it fails if the figure is above the threshold, or NaN."""
     holds = figure <= threshold
     verdict: Verdict = "ok" if holds else "failed"
     return Finding(verdict=verdict, figure=figure, threshold=threshold, culprit="" if holds else culprit, about=about)
 
 
 def largest(found: Iterable[tuple[float, str]], threshold: float, about: str) -> Finding:
-    """Of what a check has measured in several places, with the culprit of each: the largest."""
+    """The largest of several measurements, each with its culprit."""
     figure, culprit = max(found)
     return finding(figure, threshold, culprit, about)
 
@@ -56,7 +57,7 @@ def largest(found: Iterable[tuple[float, str]], threshold: float, about: str) ->
 class CheckReport:
     """The findings of `lab.check()`: `report["ratio"]`, `report.df`, `report.ok`, `report.raise_if_failed()`.
 
-    batch: of a loss that was checked, its rollouts with what each token adds to the loss and to its gradient.
+    batch: the rollouts of a checked loss, with each token's contribution to the loss and to its gradient.
     """
 
     findings: tuple[Finding, ...]
@@ -68,7 +69,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether none failed."""
+        """Whether no check failed."""
         return not self.failed
 
     @property
@@ -76,9 +77,9 @@ class CheckReport:
         return "all that apply hold" if self.ok else f"{len(self.failed)} failed"
 
     def raise_if_failed(self) -> CheckReport:
-        """Raise `CheckFailed`, naming every check that failed with figure and culprit; else return itself."""
+        """Raise `CheckFailed`, naming every failed check with figure and culprit; else return the report."""
         if self.failed:
-            # figure and threshold, where the check came to measure one
+            # figure and threshold, if the check measured one
             said = "; ".join(
                 f"{f.check}: {'' if math.isnan(f.threshold) else f'{f.figure:.3g} > {f.threshold:.3g}, '}{f.culprit}"
                 for f in self.failed

@@ -1,4 +1,4 @@
-"""What the checks look at: a small batch of rollouts of its own, and stages run on variants of it."""
+"""The data of checks: a small batch of rollouts, and stages that run on variants of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from workbench.batches.batch import Batch
 
 SEED = 0
-# Off 1, so that a temperature which is left out somewhere shows.
+# Not 1, so that code that forgets the temperature is found.
 TEMPERATURE = 0.7
 NEW_TOKENS = 12
 GARBAGE = 30.0
 READ = ("prompt_ids", "response_ids", "response_mask")
-# A role's forward stage, which gives a number a response token (reward and cost models: a row), and its update.
+# A role's forward stage, which gives one number per response token (reward and cost models: per row), and its update.
 FORWARD = {
     "actor": ("compute_log_prob", "old_log_prob"),
     "reference": ("compute_ref_log_prob", "ref_log_prob"),
@@ -39,14 +39,14 @@ FORWARD = {
     "cost": ("compute_cost", "costs"),
 }
 UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
-# The arguments that updates are measured with: between them, they have every term of a role's loss.
+# The arguments of measured updates: together they cover every term of a role's loss.
 REGRESSION: tuple[dict[str, Any], ...] = (
     {"aggregation": "token-mean"},
     {"aggregation": "sequence-mean-token-mean"},
 )
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "actor": (
-        # without bonus and penalty: rows without advantage are skipped
+        # without bonus and penalty, so that rows without advantage are skipped
         {"loss": "ppo", "aggregation": "token-mean", "correction": Correction()},
         {
             "loss": "gspo", "aggregation": "sequence-mean-token-mean", "kl_coefficient": 0.1,
@@ -63,7 +63,7 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class MeasuredUpdate(NamedTuple):
-    """What each rank sees of a role's update with these arguments, in as few micro-batches as can be."""
+    """Each rank's measurements of a role's update with these arguments, in as few micro-batches as possible."""
 
     role: str
     arguments: dict[str, Any]
@@ -72,17 +72,17 @@ class MeasuredUpdate(NamedTuple):
 
 
 class Subject:
-    """A workbench under its checks. `go_back()` undoes the updates that a check has made.
+    """A workbench under test. `go_back()` undoes the updates of a check.
 
-    table: columns of a few rollouts, brought here. The sampling is that under which engine and trainer have one
-    definition of a log-probability (temperature alone: no top-p, top-k, min-p, bias or penalties), see `Sampling`.
+    table: columns of a few rollouts, fetched to the kernel. The sampling is one for which engine and trainer define a
+    log-probability in the same way (temperature alone: no top-p, top-k, min-p, bias or penalties), see `Sampling`.
     """
 
     def __init__(self, lab: Lab, go_back: Callable[[], None]) -> None:
         self.lab, self.go_back = lab, go_back
 
     def by_dtype(self, role: str, float32: float, bfloat16: float) -> float:
-        """A threshold that depends on what a role computes in."""
+        """The threshold for a role's dtype."""
         return float32 if self.lab.groups[role].spec.dtype == "float32" else bfloat16
 
     def roles(self, operations: Mapping[str, Any]) -> list[str]:
@@ -97,14 +97,14 @@ class Subject:
             raise NotApplicable(f"the actor's worker has no {operation}")
 
     def unit(self, role: str) -> int:
-        """The fewest rows of a stage of this role in which each rank has one of each minibatch."""
+        """The fewest rows with which each rank of this role has one row of each minibatch."""
         return minibatches_of(self.lab, role) * self.lab.groups[role].layout.d
 
     # --- the rollouts -------------------------------------------------------------------------------------------------
 
     @cached_property
     def rollouts(self) -> Batch:
-        """Responses of forced length to prompts of their own, from a fixed seed."""
+        """Responses of fixed length to the check's own prompts, from a fixed seed."""
         lab = self.lab
         self.need_actor("generate_sequences")
         # at least two rows a rank and minibatch, so that there are neighbours
@@ -141,11 +141,11 @@ class Subject:
         return ragged_in(self.table, name)
 
     def put(self, table: Table) -> Batch:
-        """A batch of these columns, sampled at the check's temperature."""
+        """Store these columns as a batch, sampled at the check's temperature."""
         return self.lab.put(table, meta={"temperature": TEMPERATURE})
 
     def forward_roles(self) -> list[str]:
-        """The roles with a model whose forward stage reads no more than prompts and responses."""
+        """The roles with a model whose forward stage reads only prompts and responses."""
         found = []
         for role in self.roles(FORWARD):
             group, stage = self.lab.groups[role], FORWARD[role][0]
@@ -155,8 +155,8 @@ class Subject:
         return found
 
     def forward(self, role: str, table: Table) -> tuple[Ragged, Batch]:
-        """What a role's forward stage gives for the rows of a table, and the batch that has it; a number a row comes
-        as rows of one."""
+        """Run a role's forward stage on a table: its output, and the batch that has it; one number a row becomes rows
+        of length one."""
         stage, column = FORWARD[role]
         if role not in self.forward_roles():
             raise NotApplicable(f"there is no {role} with a {stage} that reads prompts and responses alone")
@@ -193,7 +193,7 @@ class Subject:
 
     @cached_property
     def training_table(self) -> Table:
-        """The table with the mask and all that updates read: numbers from a fixed seed in place of rewards and
+        """The table with the mask and all columns that updates read: numbers from a fixed seed in place of rewards and
         advantages. Every fourth row has no advantage."""
         generator = torch.Generator().manual_seed(SEED)
         old = self.old_log_prob
@@ -214,7 +214,7 @@ class Subject:
         return table
 
     def spoilt(self, table: Table, names: Sequence[str], rows: Sequence[int]) -> Table:
-        """A table with garbage outside the mask in the token columns named, in these rows."""
+        """The table with garbage outside the mask, in these token columns and rows."""
         generator = torch.Generator().manual_seed(SEED)
         row_of = torch.repeat_interleave(torch.arange(self.rows), self.mask.lengths)
         outside = torch.isin(row_of, torch.tensor(list(rows))) & ~self.mask.values
@@ -234,7 +234,7 @@ class Subject:
 
     @cached_property
     def measured(self) -> list[MeasuredUpdate]:
-        """The updates of all roles on the training table, with those of FORMS whose arguments they know."""
+        """The updates of all roles on the training table, with the FORMS whose arguments they accept."""
         found = []
         for role in self.updated_roles():
             known = set(self.lab.groups[role].operations[UPDATES[role]].operation.signature.parameters)
@@ -246,14 +246,14 @@ class Subject:
 
     @cached_property
     def all_tokens(self) -> int:
-        """A micro-batch's budget in which all rows have room, padded or not."""
+        """A micro-batch budget that fits all rows, padded or not."""
         lengths = self.ragged("prompt_ids").lengths + self.ragged("response_ids").lengths
         return int(self.rows * lengths.max())
 
     def measure(
         self, role: str, table: Table, micro_batch_tokens: int | None = None, **arguments: Any
     ) -> list[GradientReport]:
-        """What each rank sees of a role's update on these columns, see `measured`."""
+        """Each rank's measurements of a role's update on these columns, see `measured`."""
         return measured(self.lab, role, self.put(table), micro_batch_tokens, **arguments)
 
     def update(self, role: str) -> None:
@@ -265,8 +265,8 @@ class Subject:
 def measured(
     lab: Lab, role: str, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any
 ) -> list[GradientReport]:
-    """What each rank sees of a role's update on a batch; no step is taken. micro_batch_tokens: in place of the
-    setting's."""
+    """Each rank's measurements of a role's update on a batch; no optimizer step is taken. micro_batch_tokens: replaces
+    the setting."""
     group = lab.groups[role]
     known, _ = group.operations[UPDATES[role]].arguments((), arguments)
     operation = group.operations[UPDATES[role]].operation.given(known)
@@ -282,24 +282,24 @@ def minibatches_of(lab: Lab, role: str) -> int:
 
 
 def dealt_otherwise(lab: Lab, role: str, rows: int) -> np.ndarray:
-    """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
+    """An order of rows in which each minibatch of a role keeps its rows, and each rank gets others."""
     minibatches, ranks = minibatch_rows(rows, minibatches_of(lab, role)), lab.groups[role].layout.d
     return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
 
 
 def row_gaps(one: Ragged, two: Ragged, of_row: Callable[[Tensor], Tensor] = torch.max) -> list[float]:
-    """The largest difference in each row, or another number of its differences; infinite where a number is none."""
+    """The largest difference in each row, or another statistic of it; infinite where a number is NaN."""
     gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
     return [float(of_row(row)) if len(row) else 0.0 for row in one.like(gaps).rows()]
 
 
 def worst(gaps: Sequence[float]) -> tuple[float, int]:
-    """The largest, and its index."""
+    """The largest gap, and its index."""
     row = max(range(len(gaps)), key=lambda i: gaps[i])
     return gaps[row], row
 
 
 def and_more(culprits: Sequence[str]) -> str:
-    """The first of several culprits, and how many there are beside it."""
+    """The first culprit, and the number of others."""
     more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
     return f"{culprits[0]}{more}" if culprits else ""

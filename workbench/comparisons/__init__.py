@@ -1,1 +1,1 @@
-"""Runs side by side, as their folders tell of them: a frame of all, curves, what differs between two, sweeps."""
+"""Compare runs by their folders: a frame of all runs, curves, differences between two runs, sweeps."""

@@ -1,4 +1,4 @@
-"""`wb.dial(lab)`: what staleness gains and what it costs, iteration by iteration, over one axis."""
+"""`wb.dial(lab)`: the benefit and the cost of staleness, iteration by iteration, over one axis."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ CHARTS = {
 class Dial(Charted):
     """df: one row an iteration, NaN where a run does not report it.
 
-    age_steps: of the rollouts that it trained on, mean, in optimizer steps of the actor; 0 for fresh ones. seconds:
-    from its start to that of the next one, without time in which nothing was called. tokens_per_s: response tokens
+    age_steps: mean age of the trained rollouts, in optimizer steps of the actor; 0 for fresh ones. seconds: from the
+    iteration's start to the next one's, without time in which nothing was called. tokens_per_s: response tokens
     generated for its prompts, divided by `seconds`. idle_share: of all devices in that time, 0 to 1.
-    largest_ratio_deviation: of the trained policy's ratio to the one that drew the tokens. effective_sample_size:
+    largest_ratio_deviation: of the trained policy's ratio to the policy that drew the tokens. effective_sample_size:
     before the correction bounds its weights, a share in (0, 1]. reward: mean.
     """
 
     df: pd.DataFrame
 
     def charts(self) -> list[Chart]:
-        """A chart for each column that has numbers, all over the iterations."""
+        """A chart for each column with numbers, all over the iterations."""
         x = self.df.index.tolist()
         return [
             Chart(title=title, curves=(Curve(name=column, x=x, y=self.df[column].tolist()),))
@@ -68,10 +68,10 @@ class Dial(Charted):
 
 @checked_call("wb.dial")
 def dial(lab: Any) -> Dial:
-    """What staleness gains and costs in a workbench's run so far: a `Dial`, which a notebook draws.
+    """The benefit and the cost of staleness in a workbench's run so far: a `Dial`, which a notebook draws.
 
-    It is read from the run's metrics, events and spans, so it also has the iterations of earlier kernels. Iterations
-    that were made again after a recovery count once. Raises `BadInput` for anything but a workbench.
+    It reads the run's metrics, events and spans, so it includes iterations of earlier kernels. Iterations that were
+    repeated after a recovery count once. Raises `BadInput` for anything but a workbench.
     """
     from workbench.controller import Workbench
 
@@ -91,7 +91,7 @@ def dial(lab: Any) -> Dial:
 
 
 def _times(telemetry: TelemetryStore, devices: Sequence[Lane]) -> pd.DataFrame:
-    """By iteration: `seconds` and `idle_share`. Of one that was made again, the last."""
+    """`seconds` and `idle_share` by iteration; of a repeated iteration, the last."""
     events: list[Any] = telemetry.events().to_dict("records")
     rows: list[Any] = telemetry.spans().to_dict("records")
     begun = [(int(event["details"][ITERATION]), event["time_s"]) for event in events if event["event"] == ITERATION]

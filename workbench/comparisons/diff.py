@@ -1,4 +1,4 @@
-"""`wb.diff(a, b)`: what differs between two runs in settings, data and code, and what was changed on the way."""
+"""`wb.diff(a, b)`: how two runs differ in settings, data and code, and what was changed while they ran."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class RunDiff:
-    """b beside a. settings, data, code: frames with a row for each name in which they differ, and its values as `a` and
-    `b`; None where one has no such. changes: what was changed while they lived, with `run` and `iteration`. source: by
-    role, the lines in which its function differs. names: of the two runs."""
+    """Run b compared with run a. settings, data, code: frames with a row for each differing name, and its values as `a`
+    and `b`; None where a run has no such name. changes: what was changed while they ran, with `run` and `iteration`.
+    source: by role, a diff of its function. names: of the two runs."""
 
     settings: pd.DataFrame
     data: pd.DataFrame
@@ -33,7 +33,7 @@ class RunDiff:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing differs, and nothing was changed in either."""
+        """Whether nothing differs, and nothing was changed in either run."""
         return not (len(self.settings) or len(self.data) or len(self.code) or len(self.changes))
 
     def __repr__(self) -> str:
@@ -64,11 +64,11 @@ class RunDiff:
 
 @checked_call("wb.diff")
 def diff(a: Any, b: Any, *, folder: str = "runs") -> RunDiff:
-    """What differs between two runs: `wb.diff("lab/20261126-101500-000001", lab)`.
+    """How two runs differ: `wb.diff("lab/20261126-101500-000001", lab)`.
 
-    a, b: each a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. Settings are those of the opening and
-    those with which an algorithm began; data: the source of prompts and a digest of their tokens; code: the commit,
-    source files of this package, versions of libraries, functions of roles. Raises `NotFound` for no run.
+    a, b: each a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. settings: those at opening, and those
+    with which an algorithm began. data: the source of prompts and a digest of their tokens. code: the commit, source
+    files of this package, versions of libraries, functions of roles. Raises `NotFound` if there is no such run.
     """
     one, two = run_folder(a, folder), run_folder(b, folder)
     changes = [{"run": name, **row} for name, run in (("a", one), ("b", two)) for row in run.changes()]

@@ -1,4 +1,4 @@
-"""`wb.model_card(run)`: what a saved model came of, as the README.md of its folder."""
+"""`wb.model_card(run)`: the origin of a saved model, as the README.md of its folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CELL = 300  # characters
 def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
     """A model card in Markdown: `lab.actor.save_model("my-model", card=wb.model_card(lab))`.
 
-    It has the algorithm with its settings, the data with its digest, headline metrics of the first and the last
-    iteration, the newest evaluations, the commit and the versions of libraries, and what was changed on the way. run: a
-    workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. role: whose model is saved. Raises `NotFound` where
-    the run has no such role.
+    It lists the algorithm with its settings, the data with its digest, headline metrics of the first and the last
+    iteration, the newest evaluations, the commit, versions of libraries, and changes made during the run. run: a
+    workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. role: whose model is saved. Raises `NotFound` if the
+    run has no such role.
     """
     found = run_folder(run, folder)
     base = found.record.settings.get(f"{role}/name")
@@ -55,7 +55,7 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
 
 
 def _section(title: str, rows: Iterable[tuple[Any, ...]], heads: tuple[str, ...]) -> list[str]:
-    """A table; nothing where it has no rows."""
+    """A table under a heading; empty if it has no rows."""
     lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     if not lines:
         return []
@@ -99,6 +99,6 @@ def _training(run: RunFolder) -> list[tuple[Any, ...]]:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table of Markdown, as text: no markup of its own."""
+    """A value in a Markdown table, with its markup escaped."""
     text = plain_text(str(value), CELL).replace("\n", " ")
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in text)

@@ -1,4 +1,4 @@
-"""A run made again from its log: the same draws, and how far its metrics are apart."""
+"""Repeat a run from its log: the same draws, and how far the metrics differ."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def replay(
             "a run is made again from its beginning",
             "open a workbench with the settings of that run, and replay before anything else",
         )
-    # an iteration that stages by hand began, behind those of the algorithm, lacks one of its updates
+    # an iteration of stages called by hand, after those of the algorithm, lacks one of its updates
     updates = [wanted.filter(regex=f"^{stage}/") for stage in algorithm.graph().names if stage.startswith("update_")]
     ended = np.logical_and.reduce([columns.notna().any(axis=1) for columns in updates if len(columns.columns)])
     last = int((wanted.index[ended] if np.any(ended) else wanted.index).max())
@@ -92,7 +92,7 @@ def replay(
             how = row["values"]
             left_out += [_in_words(title, *one) for one in changes if not _made(algorithm, *one)]
         inside = recorded.get((number, True), ())
-        # of its `run`s, the one that drew furthest ahead
+        # the `run` call that generated furthest ahead
         furthest = max([how, *(row["values"] for row, _ in inside)], key=lambda values: values.get("staleness") or 0)
         algorithm.run(1, staleness=furthest.get("staleness") or 0, pause_after=furthest.get("pause_after"))
         for row, changes in inside:
@@ -120,7 +120,7 @@ def _in_words(title: str, part: str, name: str, value: Any) -> str:
 
 
 def _made(algorithm: Algorithm, part: str, name: str, value: Any) -> bool:
-    """Make a recorded change; whether it could be made."""
+    """Make a recorded change; returns whether that was possible."""
     with suppress(WorkbenchError, AttributeError):
         match part:
             case "values" if name not in OF_RUN:
@@ -138,7 +138,7 @@ def _made(algorithm: Algorithm, part: str, name: str, value: Any) -> bool:
 
 
 def _compared(here: RunFolder, there: RunFolder) -> pd.DataFrame:
-    # without what was called by hand, and the columns that count up
+    # without stages called by hand, and without counters
     (one, two), rows = (run.series().filter(regex="^(?!evaluate).*/") for run in (here, there)), []
     drawn = [run.draws() for run in (here, there)]
     for number in one.index.intersection(two.index):

@@ -1,4 +1,4 @@
-"""A run folder as data: what it was opened with, its algorithm's settings, its metrics. Nothing in it is executed."""
+"""Read a run folder: opening settings, algorithm settings, metrics. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACK = ("recovered", "restored")  # events after which a run is at an earlier it
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run. name: of its workbench and its moment, "NAME/DATE"."""
+    """One run. name: "NAME/DATE", of its workbench and its opening."""
 
     folder: Path
 
@@ -38,11 +38,11 @@ class RunFolder:
 
     @cached_property
     def record(self) -> RunRecord:
-        """What it was opened with; empty where nothing tells it."""
+        """The settings at opening; empty if none are recorded."""
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
 
     def code(self, part: str) -> dict[str, Any]:
-        """A part of what is recorded of its code, such as "versions"; empty where there is none."""
+        """A part of the recorded code, such as "versions"; empty if there is none."""
         return dict(self.record.code.get(part, {}))
 
     @property
@@ -52,14 +52,14 @@ class RunFolder:
 
     @cached_property
     def algorithms(self) -> dict[str, dict[str, Any]]:
-        """The settings with which each algorithm began, by the name of its class."""
+        """The settings with which each algorithm began, by class name."""
         found: dict[str, dict[str, Any]] = {}
         for row in self._rows(SETTINGS):
             found.setdefault(row["algorithm"], row["values"])
         return found
 
     def changed_settings(self, algorithm: str) -> dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]]:
-        """By iteration, and whether it was under way: settings of an algorithm from then on, and what has changed."""
+        """By iteration, and whether it was under way: an algorithm's settings from then on, and the changes."""
         found: dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]] = {}
         for row, changes in self._changed(filter(self._counts(), self._rows(SETTINGS))):
             if row["algorithm"] == algorithm:
@@ -67,8 +67,8 @@ class RunFolder:
         return found
 
     def _changed(self, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Change]]]:
-        """Rows of settings, each with what is not as its algorithm's row before had it, the first with what is not as
-        it began, and each iteration with all of "once"."""
+        """Rows of settings, each with its changes since the algorithm's previous row (or its beginning), and with
+        everything in "once" at each iteration."""
         newest = {algorithm: {"values": values} for algorithm, values in self.algorithms.items()}
         for row in rows:
             before = newest.get(row["algorithm"], {"values": row["values"]})
@@ -82,7 +82,8 @@ class RunFolder:
             ]  # fmt: skip
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
-        """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
+        """For each iteration that drew from the buffer: its prompts, and the versions of the weights that answered
+        them."""
         counts = self._counts()
         return {
             row["details"][ITERATION]: (row["details"].get("prompts"), row["details"].get("weights_versions"))
@@ -92,13 +93,13 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the opening, and those of algorithms as "PPO/clip"."""
+        """The settings at opening, and those of algorithms as "PPO/clip"."""
         algorithms = {f"{algorithm}/{name}": value for algorithm, values in self.algorithms.items()
                       for name, value in values.items()}  # fmt: skip
         return {**self.record.settings, **algorithms}
 
     def changes(self) -> list[dict[str, Any]]:
-        """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
+        """The changes made during the run, in order: settings of algorithms and roles, edited code, placements."""
         found, fields = [], set[str]()
         for row, changes in self._changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
@@ -119,8 +120,8 @@ class RunFolder:
         return sorted(found, key=lambda row: row[TIME])
 
     def last_metrics(self) -> tuple[int, dict[str, float]]:
-        """The last iteration that has begun and has metrics, and what it and the newest evaluation reported, as
-        "stage/metric". Rollouts that were drawn ahead for later iterations do not count."""
+        """The last iteration that has begun and has metrics, and its metrics with those of the newest evaluation, as
+        "stage/metric". Rollouts that were generated ahead for later iterations do not count."""
         found: dict[str, float] = {}
         last, newest = 0, self._iteration()
         for row in _training(self._rows(METRICS, tail=TAIL_BYTES)):
@@ -130,7 +131,7 @@ class RunFolder:
         return last, found
 
     def _iteration(self) -> float:
-        """The iteration that began last, or to which the run went back; infinite where no event says it."""
+        """The iteration that began last, or to which the run was restored; infinite if no event records it."""
         for tail in (TAIL_BYTES, None):
             rows = self._rows(EVENTS, tail=tail)
             if numbers := [row["details"][ITERATION] for row in rows if row["event"] in (ITERATION, *BACK)]:
@@ -138,8 +139,8 @@ class RunFolder:
         return math.inf
 
     def _counts(self) -> Callable[[dict[str, Any]], bool]:
-        """Whether a row of metrics, settings or draws counts: not what was made again, since the run went back to a
-        checkpoint that was saved before; evaluations are not made again."""
+        """Whether a row of metrics, settings or draws counts. Rows that were repeated after the run was restored from
+        an earlier checkpoint do not; evaluations are never repeated."""
         saved: dict[str, float] = {}
         undone = []
         for row in self._rows(EVENTS):
@@ -156,9 +157,9 @@ class RunFolder:
         return counts
 
     def series(self) -> pd.DataFrame:
-        """One row an iteration: its metrics as "stage/metric"; "samples" and "tokens" that were generated up to its
-        end, and "seconds" of training, without evaluations and the time between iterations. Of iterations that were
-        made again after a recovery the last one counts; an iteration that has not begun has no row."""
+        """One row an iteration: its metrics as "stage/metric"; "samples" and "tokens" generated up to its end, and
+        "seconds" of training, without evaluations and the time between iterations. Of iterations that were repeated
+        after a recovery the last one counts; an iteration that has not begun has no row."""
         table: dict[int, dict[str, float]] = {}
         made: dict[int, list[float]] = {}
         newest, counts = self._iteration(), self._counts()
@@ -171,7 +172,7 @@ class RunFolder:
             if row["stage"] == "generate_sequences":
                 of = "generate_sequences/{}".format
                 rows, mean = row.get(ROWS, 0), values.get(of("response_tokens/mean"), math.nan)
-                # of responses in parts, what was drawn in this one
+                # for responses generated in parts, the tokens of this part
                 one[0] += rows * values.get(of("ended/fraction"), 1.0)
                 one[1] += rows * values.get(of("drawn_tokens/mean"), mean)
             if not row["stage"].startswith("evaluate"):
@@ -186,7 +187,7 @@ class RunFolder:
         return frame
 
     def _rows(self, name: Path, *, tail: int | None = None) -> list[dict[str, Any]]:
-        """The rows of a file; lines that hold no row are left out."""
+        """The rows of a file; damaged lines are left out."""
         try:
             with files.opened(self.folder / name) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -199,7 +200,7 @@ class RunFolder:
 
 
 def run_folders(runs: str | Path) -> list[RunFolder]:
-    """The runs under a folder, oldest first; links are not followed."""
+    """The runs under a folder, oldest first; symbolic links are not followed."""
     base = path_of(runs, "folder")
     if not base.is_dir():
         raise NotFound(f"a folder {str(base)!r} of runs", "wb.open makes a run folder under runs=", "name that folder")
@@ -210,7 +211,7 @@ def run_folders(runs: str | Path) -> list[RunFolder]:
 
 
 def run_folder(run: Any, runs: str | Path = "runs") -> RunFolder:
-    """A run that a user names: a workbench, a run folder, or "NAME/DATE" under the folder of runs."""
+    """Find the run that a user names: a workbench, a run folder, or "NAME/DATE" under the folder of runs."""
     if hasattr(run, "run_folder"):
         return RunFolder(Path(run.run_folder))
     path = path_of(run, "run")
@@ -234,18 +235,18 @@ def _is_run(folder: Path) -> bool:
 
 
 def _training(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows of metrics that belong to training or are an evaluation's result. Comparisons, and the stages inside an
-    evaluation, are left out."""
+    """The rows of metrics that belong to training, or are the result of an evaluation. Comparisons, and the stages
+    inside an evaluation, are left out."""
     return (row for row in rows if not row["aside"] and row["stage"] != "evaluate/stages")
 
 
 def _values(row: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a row as "stage/metric"; NaN and infinities are texts in it."""
+    """The metrics of a row as "stage/metric"; the file stores NaN and infinities as texts."""
     return {f"{row['stage']}/{name}": float(value) for name, value in row["values"].items()}
 
 
 def readable(run: RunFolder) -> bool:
-    """Whether all of a run can be read; else a warning says what cannot."""
+    """Whether a run can be read completely; else warn about the unreadable part."""
     try:
         _ = run.record, run.algorithms, run.last_metrics()
     except BadInput as error:

@@ -31,7 +31,7 @@ Band = Literal["interval", "range"]
 @dataclass(frozen=True)
 class RunCurves(Charted):
     """df: a row a metric, arm and x: `mean` over the arm's runs, `low` and `high` of its band (NaN for one run),
-    `runs`. over: what x counts. notes: what was left out."""
+    `runs`. over: the unit of x. notes: what was left out."""
 
     df: pd.DataFrame
     over: Over
@@ -63,7 +63,7 @@ class RunCurves(Charted):
 def curves_of(
     folders: Mapping[str, RunFolder], arms: Sequence[str], metrics: Sequence[str], over: Over, smooth: float, band: Band
 ) -> RunCurves:
-    """See `Runs.curves`. arms: of each run."""
+    """See `Runs.curves`. arms: the arm of each run."""
     series = {name: run.series() for name, run in folders.items()}
     rows, notes = [], _mixed(folders, arms)
     for metric in metrics:
@@ -89,7 +89,7 @@ def curves_of(
 
 
 def _mixed(folders: Mapping[str, RunFolder], arms: Sequence[str]) -> list[str]:
-    """What is said of arms whose runs are of several commits."""
+    """A note for each arm whose runs have several commits."""
     commits: dict[str, set[str]] = {}
     for run, arm in zip(folders.values(), arms, strict=True):
         commits.setdefault(arm, set()).add(str(run.record.code.get("commit")))
@@ -109,7 +109,7 @@ def _unknown(metric: str, series: Mapping[str, pd.DataFrame]) -> NotFound:
 
 
 def _curve(frame: pd.DataFrame, column: str, over: Over, smooth: float) -> pd.Series[float]:
-    """The metric of one run over x, where it has one, without points that are not finite."""
+    """The metric of one run over x, without values that are missing or not finite."""
     found = frame[column].astype(float)
     kept = np.isfinite(found.to_numpy())
     x = frame.index.to_numpy(dtype=float) if over == "iterations" else frame[over].to_numpy(dtype=float)
@@ -118,8 +118,8 @@ def _curve(frame: pd.DataFrame, column: str, over: Over, smooth: float) -> pd.Se
 
 
 def _together(curves: Sequence[pd.Series[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """x [points], and the values of all runs at these [runs, points]: at the x of the first run that all runs reach,
-    between their own points on straight lines."""
+    """x [points], and the values of all runs there [runs, points]. The points are those of the first run up to the x
+    that all runs reach; other runs are interpolated linearly."""
     curves = [curve for curve in curves if len(curve)]
     if not curves:
         return np.empty(0), np.empty((0, 0))
@@ -130,7 +130,7 @@ def _together(curves: Sequence[pd.Series[float]]) -> tuple[np.ndarray, np.ndarra
 
 
 def _point(values: np.ndarray, band: Band) -> dict[str, float]:
-    """Of the runs of an arm at one x."""
+    """Mean and band of an arm's runs at one x."""
     low, high = math.nan, math.nan
     if len(values) > 1:
         low, high = interval(values) if band == "interval" else (float(values.min()), float(values.max()))
@@ -148,11 +148,11 @@ Names = Annotated[str | Sequence[str], Rule("a name, or several", 'write "reward
 
 @checks_calls("wb.runs()")
 class Runs(pd.DataFrame):
-    """One row a run, named "NAME/DATE"; a part of it can be compared as the whole can.
+    """One row a run, named "NAME/DATE"; slices have the same methods.
 
     Columns: opened, algorithm, iterations; metrics of the last iteration and the newest evaluation as "stage/metric",
     as in the frame of `ppo.run()`; "settings/NAME" of the opening and the algorithm, such as
-    "settings/actor/training/learning_rate" and "settings/PPO/clip"; "data/NAME"; "code/NAME"; folder. What prints is
+    "settings/actor/training/learning_rate" and "settings/PPO/clip"; "data/NAME"; "code/NAME"; folder. A notebook shows
     the headline metrics and the settings that differ.
     """
 
@@ -161,8 +161,8 @@ class Runs(pd.DataFrame):
         return Runs
 
     def arms(self, by: str | Sequence[str] | None = None) -> pd.Series[Any]:
-        """Which arm each run is of, in words: its algorithm and settings, where they differ, but for the seed. by:
-        columns, in their place."""
+        """The arm of each run in words: its algorithm and those settings that differ, without the seed. by: columns
+        that replace these."""
         names = [by] if isinstance(by, str) else by
         if names is None:
             names = [name for name in self.differing() if name not in NOT_AN_ARM]
@@ -180,8 +180,8 @@ class Runs(pd.DataFrame):
         return pd.Series(said, index=self.index, name="arm")
 
     def differing(self) -> list[str]:
-        """The columns in which these runs differ, of those that say what a run is: the algorithm, settings, data, code.
-        A setting that only some of the runs have, because the others have another algorithm, does not count."""
+        """The columns in which these runs differ, among algorithm, settings, data and code. A setting that only some
+        runs have, because the others use another algorithm, does not count."""
         found = []
         for name in map(str, self.columns):
             values = {repr(value) for value in self[name].tolist() if not _is_missing(value)}
@@ -195,14 +195,13 @@ class Runs(pd.DataFrame):
     ) -> RunCurves:  # fmt: skip
         """Curves of these runs: `wb.runs().curves(["reward", "KL"], over="tokens", smooth=0.8)`.
 
-        Runs that differ in their seed alone are one arm: its mean, with a band. metrics: a headline ("reward", "KL",
+        Runs that differ only in their seed form one arm: its mean, with a band. metrics: a headline ("reward", "KL",
         "loss", "gradient norm", "clip fraction", "response tokens", "accuracy", "cost"), or "stage/metric", such as
-        "evaluate/arithmetic/reward_mean".
-        over: "iterations"; "samples" or "tokens" that were generated; "seconds" of training, without evaluations and
-        pauses. Where arms have other x than iterations, each run is interpolated to those of the first.
-        smooth: the factor of an exponential mean, 0 to below 1, of each run before the mean over runs.
-        band: "interval", the 95 % interval of Student's t of the mean over seeds; "range", from the least to the
-        largest run. One run has none. by: columns whose values make an arm, such as "settings/PPO/clip".
+        "evaluate/arithmetic/reward_mean". over: "iterations"; generated "samples" or "tokens"; "seconds" of training,
+        without evaluations and pauses. Unless x is iterations, the runs of an arm are interpolated to the x of its
+        first run. smooth: the factor of an exponential mean, 0 to below 1, applied to each run before the mean over
+        runs. band: "interval", the 95 % interval of Student's t of the mean over seeds; "range", from the smallest to
+        the largest run. A single run has none. by: columns whose values define an arm, such as "settings/PPO/clip".
         """
         if "folder" not in self.columns or not len(self):
             raise BadInput(f"curves of {len(self)} runs", "it reads their folders, in the column folder", "keep it")
@@ -211,7 +210,7 @@ class Runs(pd.DataFrame):
         return curves_of(folders, self.arms(by).tolist(), names, over, smooth, band)
 
     def _shown(self) -> list[dict[str, Any]]:
-        """What prints of each run."""
+        """The columns of each run that are printed."""
         metrics = looked_at(name for name in self.columns if not _is_described(str(name)))
         settings = [name for name in self.differing() if name not in FIRST][:MOST_SETTINGS]
         short = _short(settings)
@@ -244,10 +243,10 @@ class Runs(pd.DataFrame):
 def runs(folder: str = "runs", *, name: str | None = None) -> Runs:
     """All runs under a folder, oldest first, each with its settings, last metrics, data and code: `wb.runs()`.
 
-    A run is what `wb.open` made a run folder for, whether it still lives or not. `wb.runs().curves()` draws them,
-    `wb.diff(a, b)` says what differs between two. folder: the one given as `wb.open(runs=)`. name: those of one
-    workbench alone. Run folders are read as data; one that belongs to another user, or that cannot be read, is left
-    out with a warning; a line that was cut is skipped. Raises `NotFound` where there is no such folder.
+    Every `wb.open` makes a run folder, which counts whether the workbench is still open or not. `wb.runs().curves()`
+    draws runs, `wb.diff(a, b)` compares two. folder: as given to `wb.open(runs=)`. name: only runs of this workbench.
+    Run folders are read as data; a folder that belongs to another user, or that cannot be read, is left out with a
+    warning; damaged lines are skipped. Raises `NotFound` if the folder does not exist.
     """
     found = [run for run in run_folders(folder) if name in (None, run.folder.parent.name) and readable(run)]
     rows = {run.name: _row(run) for run in found}
@@ -287,7 +286,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _short(names: Sequence[str]) -> dict[str, str]:
-    """The shortest ends of names that tell them apart."""
+    """The shortest endings of names that distinguish them."""
     found = {}
     for name in names:
         parts = name.split("/")

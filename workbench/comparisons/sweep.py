@@ -1,4 +1,4 @@
-"""`wb.sweep`: several settings, with several seeds each, one trial after the other or side by side."""
+"""`wb.sweep`: compare several settings, with several seeds each; trials run one after the other or side by side."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """arm, seed; digest: of the arm's settings and the function that trains, so that a trial of other code counts for
-    none."""
+    """arm, seed; digest: of the arm's settings and of the training function, so that trials of other
+    code do not count."""
 
     arm: str
     seed: int
@@ -58,7 +58,7 @@ class TrialKey:
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that has ended. score: what it gave. run: the name of its newest run folder, "" for none."""
+    """A finished trial. score: its result. run: the name of its newest run folder, "" for none."""
 
     score: float
     seconds: float
@@ -66,15 +66,15 @@ class Ended:
 
 
 class Ledger:
-    """The trials of one sweep, in a file that is only added to."""
+    """The trials of one sweep, in an append-only file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Inside, no other kernel adds to it. Raises `BadInput` while one does; the lock of a kernel that has ended is
-        gone."""
+        """Lock the file against other kernels. Raises `BadInput` while another kernel holds the lock; a lock ends with
+        its kernel."""
         files.private_folder(self.path.parent)
         try:
             held = FileLock(self.path.with_suffix(".lock"), timeout=0).acquire()
@@ -86,23 +86,23 @@ class Ledger:
             yield
 
     def begun(self, key: TrialKey, run_folder: Path) -> None:
-        """A trial has opened a workbench."""
+        """Record that a trial has opened a workbench."""
         self._append({"event": "begun", "folder": str(run_folder)}, key)
 
     def end(self, key: TrialKey, ended: Ended) -> None:
         self._append({"event": "ended", **vars(ended)}, key)
 
     def ended(self, key: TrialKey) -> Ended | None:
-        """What a trial gave, if it is over."""
+        """The result of a trial, if it has finished."""
         rows = [row for row in self._rows(key) if row["event"] == "ended"]
         return Ended(rows[-1]["score"], rows[-1]["seconds"], rows[-1]["run"]) if rows else None
 
     def left_behind(self, key: TrialKey) -> list[Path]:
-        """The run folders of a trial that has begun and not ended, oldest first."""
+        """The run folders of a trial that has begun and not finished, oldest first."""
         return [Path(row["folder"]) for row in self._rows(key) if row["event"] == "begun"]
 
     def of_other_code(self, keys: Mapping[tuple[str, int], TrialKey]) -> int:
-        """Trials of these arms and seeds that ended with other settings, or another function."""
+        """The number of finished trials of these arms and seeds whose settings or function were different."""
         found = {(row["arm"], row["seed"], row["digest"]) for row in self._all() if row["event"] == "ended"}
         ours = {(key.arm, key.seed, key.digest) for key in keys.values()}
         return sum((arm, seed) in keys for arm, seed, _ in found - ours)
@@ -129,7 +129,7 @@ class Ledger:
 
 
 def check_name(name: str) -> str:
-    """A sweep's name is that of a file."""
+    """Raise `BadInput` unless the sweep's name can be a file name."""
     if not name or name.startswith(".") or any(c in name for c in "/\\\0") or len(name.encode()) > 200:
         raise BadInput(f"name={name!r}", "of a file: no slash, and no point in front", 'such as "kl"')
     return name
@@ -148,11 +148,12 @@ CAPTION = "arms, the best first; 95 % intervals of Student's t over seeds, those
 @dataclass(frozen=True)
 class Sweep:
     """df: a row a trial: arm, seed, score, seconds, run (its name in `wb.runs()`). arms: a row an arm, the best mean
-    first: seeds, mean, `low` and `high` of its 95 % interval, `difference` to the best over the seeds that both have
-    with its interval, and whether it was `stopped` before its last seed.
+    first: seeds, mean, `low` and `high` of its 95 % interval, `difference` to the best arm over the seeds that both
+    have with its interval, and whether it was `stopped` before its last seed.
 
-    The intervals of differences hold together with a probability of 95 %: their 5 % is shared out over all pairs of
-    arms, as which arm is the best is known only afterwards, and over all looks of `early_stop` (Bonferroni)."""
+    All intervals of differences hold together with a probability of 95 %: their 5 % is divided among all pairs of arms,
+    because the best arm is known only afterwards, and among all looks of `early_stop` (Bonferroni).
+    """
 
     df: pd.DataFrame
     arms: pd.DataFrame
@@ -172,25 +173,25 @@ def sweep(
 ) -> Sweep:  # fmt: skip
     """Train with several settings and seeds, one trial after the other: `wb.sweep("kl", train, arms, seeds=3)`.
 
-    train: called as `train(seed=seed, **settings)` for each trial. It opens a workbench, trains, and returns what
-    `lab.evaluate` gave, or a number; more is better. Workbenches that it leaves open are closed.
+    train: called as `train(seed=seed, **settings)` for each trial. It opens a workbench, trains, and returns the result
+    of `lab.evaluate`, or a number; more is better. Workbenches that it leaves open are closed.
     arms: the settings of each arm by its name, such as `{"low": {"kl_coefficient": 0.01}, "high": {...}}`.
-    seeds: 0, 1, ... of each arm; the arms take turns, so that all have the first seed before one has the second.
+    seeds: 0, 1, ... of each arm; all arms run the first seed before any arm runs the second.
 
-    What has ended is kept in RUNS/sweeps/NAME.jsonl: the same call in a later kernel makes only what is missing, and
-    more seeds or arms go on from there. A second kernel is refused while the first one lives. A trial that did not end
-    goes on from its newest checkpoint, where there is one: save_every gives its workbenches automatic ones. A trial
-    whose settings or code have changed is made again; its code is train, and what of the notebook train uses by name:
-    functions, classes, numbers, texts and settings. Functions of modules, and lists, do not count.
+    Finished trials are kept in RUNS/sweeps/NAME.jsonl: the same call in a later kernel runs only the missing trials,
+    and seeds or arms can be added. A second kernel is refused while the first one lives. An unfinished trial goes on
+    from its newest checkpoint, if it has one: save_every makes its workbenches save automatically. A trial whose
+    settings or code have changed runs again; its code is train, and what train uses of the notebook by name: functions,
+    classes, numbers, texts and settings. Functions of modules, and lists, do not count.
 
-    early_stop: an arm gets no further seed once another one is better, by a paired test over the seeds that both have:
-    Student's t, its 5 % shared out over all pairs of arms and all looks (Bonferroni), so that the chance of a wrong
-    stop in the whole sweep is at most 5 % where differences are about normal. It takes two seeds at least, and with
-    three a difference that is many times its deviation.
+    early_stop: an arm gets no further seed once another arm is better, by a paired test over the seeds that both have:
+    Student's t, with its 5 % divided among all pairs of arms and all looks (Bonferroni), so that the chance of a wrong
+    stop in the whole sweep is at most 5 % if differences are about normal. It needs at least two seeds, and with three
+    a difference that is many times its deviation.
 
-    at_once: so many trials of a seed are made side by side, each in a process of its own with an equal share of the
-    GPUs of this machine, or of its cores where there are none; what it prints is in RUNS/sweeps/NAME/ARM-SEED.log. Of
-    workbenches on Ray the cluster deals out the devices. The trials have names of their own for what they open.
+    at_once: the number of trials of a seed that run side by side, each in its own process with an equal share of this
+    machine's GPUs, or of its cores if it has none; its output goes to RUNS/sweeps/NAME/ARM-SEED.log. For workbenches on
+    Ray the cluster assigns the devices. Workbenches of parallel trials get names of their own.
     """
     check_name(name)
     _check(train, arms)
@@ -242,7 +243,7 @@ def _check(train: Callable[..., Any], arms: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _made(ledger: Ledger, key: TrialKey, train: Train, settings: Mapping[str, Any], save_every: int | None) -> Ended:
-    """Make a trial, or its rest."""
+    """Run a trial, or the rest of it."""
     began = time.monotonic()
     print(f"{key.arm}, seed {key.seed}: ", end="", flush=True)
     with _trial(ledger, key, save_every) as labs:
@@ -257,7 +258,7 @@ def _made(ledger: Ledger, key: TrialKey, train: Train, settings: Mapping[str, An
 def _side_by_side(
     ledger: Ledger, trials: Mapping[TrialKey, Mapping[str, Any]], train: Train, save_every: int | None, at_once: int
 ) -> None:
-    """Make trials in processes, so many at a time. Raises `StageError` where one failed; the others are stopped."""
+    """Run trials in processes, `at_once` at a time. Raises `StageError` if one failed; the others are stopped."""
     waiting, slots, running = deque(trials), [*range(at_once)], dict[TrialKey, tuple[int, subprocess.Popen[bytes]]]()
     folder = ledger.path.with_suffix("")
     files.private_folder(folder)
@@ -305,7 +306,7 @@ def _log(folder: Path, key: TrialKey) -> Path:
 
 
 def _share(slot: int, of: int) -> dict[str, str]:
-    """The environment of a process that has a share of this machine's devices."""
+    """The environment variables that give a process its share of this machine's devices."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [gpu for gpu in named.split(",") if gpu] if named is not None else [str(n) for n in range(len(read_gpus()))]
     if not gpus:
@@ -314,7 +315,7 @@ def _share(slot: int, of: int) -> dict[str, str]:
 
 
 def _in_process() -> None:
-    """Make the trial that standard input names. It is interrupted where the process that asked for it ends."""
+    """Run the trial that is read from standard input. It is interrupted if the parent process ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it
     ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
     path, key, train, settings, save_every = pickle.loads(sys.stdin.buffer.read())
@@ -323,7 +324,7 @@ def _in_process() -> None:
 
 @contextmanager
 def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[list[Workbench]]:
-    """Inside, workbenches are opened as those of a trial; the list of them. Afterwards they are closed."""
+    """Open workbenches as those of a trial, inside this block; yields their list, and closes them at the end."""
     left, labs = ledger.left_behind(key), list[Any]()
     if left:
         print("goes on, ", end="", flush=True)
@@ -351,7 +352,7 @@ def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[li
 
 
 def _newest(folders: list[Path]) -> Path | None:
-    """The newest checkpoint in the newest of these run folders that has one."""
+    """The newest checkpoint in the newest of these run folders that has any."""
     for folder in reversed(folders):
         try:
             return find_checkpoint(folder).folder
@@ -361,7 +362,7 @@ def _newest(folders: list[Path]) -> Path | None:
 
 
 def _score(value: Any, key: TrialKey) -> float:
-    """Of an evaluation the mean reward, over its data sets."""
+    """The score; for an evaluation, the mean reward over its data sets."""
     try:
         score = float(value["reward_mean"].mean() if isinstance(value, Evaluation) else value)
     except (TypeError, ValueError):
@@ -373,12 +374,12 @@ def _score(value: Any, key: TrialKey) -> float:
 
 
 def shared_level(arms: int, looks: int) -> float:
-    """The level of one interval with which those of all pairs of arms hold together, at each of the looks."""
+    """The confidence level of one interval, such that those of all pairs of arms hold together at each of the looks."""
     return 1 - (1 - LEVEL) / max(1, arms * (arms - 1) // 2 * looks)
 
 
 def beaten(scores: Mapping[str, list[float]], stopped: Mapping[str, str], looks: int) -> dict[str, str]:
-    """The arms that another one is better than, and which."""
+    """The arms that another arm beats, and which arm that is."""
     level = shared_level(len(scores), looks)
     racing = [arm for arm in scores if arm not in stopped]
     found: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""The description of a workbench, and its checks before a process starts."""
+"""The description of a workbench, and the checks of it before any process starts."""

@@ -1,4 +1,4 @@
-"""The description of a workbench: checked before any process starts, compared when a name is opened again."""
+"""The description of a workbench. It is checked before any process starts, and compared when a name is reopened."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from workbench.workers.roles import ROLE_WORKERS
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
+    """All arguments of a workbench. models: by role, with all defaults filled in.
 
-    id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
-    defaults: dtype, training and generation of models that say nothing of them.
-    devices: how many there are; None: as many as the cluster that was joined has. gpus: of each of them: 1, or a share
-    of one where more are declared than this machine has; 0 on a CPU.
-    share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
-    moved: the hosts, where `lab.move` has changed them. opened: the digest at the opening, where it differs from the
-    present one. None of these is part of the `digest`. record: whether cells and command lines are recorded. changed:
-    role and field of training settings that were assigned while it lived.
+    id: unique for each opening; part of the names of all that the workbench starts.
+    defaults: dtype, training and generation settings for models that do not set their own.
+    devices: the number of devices; None: as many as the joined cluster has. gpus: GPUs per device: 1, or a share of a
+    GPU where more devices are declared than this machine has; 0 on a CPU.
+    share_memory: whether roles on a device take turns in its memory, see `workbench.open`.
+    moved: the hosts, if `lab.move` has changed them. opened: the digest at the opening, if it differs from the present
+    digest. changed: role and field of each training setting that was assigned after the opening. The `digest` leaves
+    out id, gpus, moved, opened and changed. record: whether cells and command lines are recorded.
     """
 
     id: str
@@ -78,8 +78,8 @@ class Description:
         record: bool = True,
         elsewhere: bool = False,
     ) -> Description:
-        """Fill in defaults and check everything that can be checked without starting a process. elsewhere: devices are
-        those of a cluster that the user has joined."""
+        """Fill in defaults and check everything that can be checked without starting a process. elsewhere: the devices
+        belong to a cluster that the user has joined."""
         if not isinstance(models, Mapping):
             raise BadInput(f"models={shown(models)}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -114,7 +114,7 @@ class Description:
                 "the tokenizer of a model makes the tokens that all roles read",
                 "declare an actor",
             )
-        # An inline workbench has one device; everything else may declare its slots.
+        # The default is one device; the inline backend allows no more.
         placement = (placement or Placement.colocate(1)).restrict(filled)
         here = None if address is not None else device_count(device)
         gpus = 0.0 if device == "cpu" else 1.0
@@ -141,30 +141,30 @@ class Description:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether roles of a device are there one after another, see `workbench.open`."""
+        """Whether roles of a GPU take turns in its memory, see `workbench.open`."""
         return bool(self.share_memory) and self.device == "cuda"
 
     @property
     def lead(self) -> str:
-        """The role whose tokenizer makes the tokens that all read: the actor, else the first that has a model."""
+        """The role whose tokenizer makes the tokens for all roles: the actor, else the first role with a model."""
         return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
 
     @property
     def generation(self) -> Generation | None:
-        """The settings of the engine that generates for the actor, on its ranks or on rollout workers; None: there is
-        no actor."""
+        """The settings of the engine that generates for the actor, on its ranks or on rollout workers; None without an
+        actor."""
         generating = self.models.get(ROLLOUT) or self.models.get("actor")
         return None if generating is None else generating.generation
 
     @property
     def actor_is_reference(self) -> bool:
-        """Whether the reference is the actor without its adapter: it has one, and no other reference is declared."""
+        """Whether the reference is the actor without its adapter: it has one, and no reference is declared."""
         actor = self.models.get("actor")
         return actor is not None and actor.adapter is not None and "reference" not in self.models
 
     def layout_of(self, role: str) -> Layout:
-        """The layout of a role over the devices of its pool. An actor that is cut over ranks generates on them too: in
-        replicas of one stage and `Generation.tensor_parallel_size` tensor ranks (but where rollout workers do)."""
+        """Return a role's layout over the devices of its pool. Without rollout workers, an actor that is cut over ranks
+        also generates on them, in replicas of one stage and `Generation.tensor_parallel_size` tensor ranks."""
         layout, model = self.placement.layout_of(role), self.models.get(role)
         if role != "actor" or model is None or layout.p * layout.t == 1 or not self.is_ours(role):
             return layout
@@ -186,21 +186,21 @@ class Description:
         return layout.generating(t_g)
 
     def is_ours(self, role: str) -> bool:
-        """Whether a role has a model and a worker of the role's own class, whose memory and layout are known."""
+        """Whether a role has a model and a worker of the role's class, so that its memory and layout are known."""
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
     @property
     def declared(self) -> dict[str, Model]:
-        """The models without the rollout workers' own, and with an actor that generates."""
+        """The models as the user declares them: none for rollout workers, whose generation settings the actor has."""
         models = dict(self.models)
         if rollout := models.pop(ROLLOUT, None):
             models["actor"] = models["actor"].changed(generation=rollout.generation)
         return models
 
     def as_declared(self) -> dict[str, Model]:
-        """`declared`, with None for what a role has from `defaults`, so that other defaults apply when it is opened
-        again. A setting that was assigned since counts as not set: see `retrained_as`."""
+        """Return `declared` with None for settings that a role has from `defaults`, so that new defaults apply when the
+        workbench is reopened. A setting that was assigned after the opening counts as not set: see `retrained_as`."""
         found = {}
         for role, model in self.declared.items():
             unset: dict[str, Any] = dict.fromkeys(self.defaults)
@@ -208,7 +208,7 @@ class Description:
             assigned = {name: getattr(default.training, name) for of, name in self.changed if of == role}
             assert model.training is not None
             own = replace(model, training=replace(model.training, **assigned))
-            if model.trained and not default.trained:  # a reward model is trained where its settings are given
+            if model.trained and not default.trained:  # a reward model is trained only if its settings are given
                 del unset["training"]
             for name in [name for name in unset if getattr(own, name) != getattr(default, name)]:
                 del unset[name]
@@ -216,14 +216,14 @@ class Description:
         return found
 
     def declaring(self, models: Mapping[str, Any]) -> dict[str, Model]:
-        """`declared`, with models of more roles, as `wb.open` takes them."""
+        """Return `declared` plus models of more roles. models: as `wb.open` takes them."""
         more = {role: Model.of(check_role(role), model).filled(role, **self.defaults) for role, model in models.items()}
         return self.declared | more
 
     def placed(self, placement: Placement, models: dict[str, Model] | None = None) -> Description:
-        """The same workbench under another placement of its roles; checked as at its opening.
+        """Return the description with another placement, checked as at the opening.
 
-        models: as `declared`; None: the same. A pool for rollout workers brings these along.
+        models: as `declared`; None: the same models. A pool for rollout workers adds their model.
         """
         models = self.declared if models is None else models
         if placement.has_rollout:
@@ -235,14 +235,14 @@ class Description:
         return changed
 
     def retrained(self, role: str, training: Training, fields: Iterable[str]) -> Description:
-        """The same workbench with other training settings of a role. fields: those that were assigned."""
+        """Return the description with other training settings of a role. fields: the fields that were assigned."""
         models = {**self.models, role: self.models[role].changed(training=training)}
         changed = tuple(dict.fromkeys([*self.changed, *((role, field) for field in fields)]))
         return replace(self, models=models, changed=changed, opened=self.opened or self.digest)
 
     def retrained_as(self, before: Description) -> Description:
-        """With the training settings that were assigned while another description was in force, but for roles that
-        follow a default which has changed since: that is newer."""
+        """Return this description with the training settings that were assigned while `before` was in force. Skips
+        roles that follow the default training settings if these have changed since: the new default is newer."""
         found, default = self, self.defaults["training"]
         for role in dict(before.changed):
             model, now = before.models.get(role), found.models.get(role)
@@ -256,7 +256,7 @@ class Description:
         return found
 
     def role_models(self) -> dict[str, RoleModel | None]:
-        """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
+        """Return by role the facts that decide its memory; None for a function, or a worker not of the role's class."""
         found: dict[str, RoleModel | None] = {}
         rollout = self.models[ROLLOUT].generation if ROLLOUT in self.models else None
         patched = rollout is not None and rollout.sync != "whole"
@@ -280,27 +280,27 @@ class Description:
         return found
 
     def rooms(self) -> dict[str, Room]:
-        """What decides the automatic sizes of each role on its GPUs; empty on a CPU, and for roles of which nothing is
-        known."""
+        """Return by role the facts that decide its automatic sizes on its GPUs; empty on a CPU, and if the size of a
+        model's weights is not known."""
         if self.device == "cpu":
             return {}
         try:
             return rooms(
                 self.placement, self.role_models(), device_numbers(self.placement), take_turns=self.takes_turns
             )
-        except BadInput:  # a model whose weights cannot be told from its configuration
+        except BadInput:  # a model whose configuration does not tell its weights
             return {}
 
     def hosts(self, run_folder: Path) -> list[HostInfo]:
-        """One host a device, pool by pool."""
+        """Return one host for each device, pool by pool."""
         if self.moved:
             return list(self.moved)
         places = [(pool, rank) for pool in self.placement.pools for rank in range(pool.devices)]
         return [self.host(pool, rank, number, run_folder) for number, (pool, rank) in enumerate(places)]
 
     def host(self, pool: Pool, rank: int, number: int, run_folder: Path, again: int = 0) -> HostInfo:
-        """The host of a rank of a pool, on the device with a number. On a CPU, all pools compute at the same time and
-        share the cores. again: how many pools of that name there were before."""
+        """Return the host of a rank of a pool. number: the device's number. again: the number of earlier pools of that
+        name. On a CPU, all pools compute at the same time and share the cores."""
         info = HostInfo(
             lab=self.id,
             pool=pool.name,
@@ -319,25 +319,25 @@ class Description:
         )
 
     def _tensor_sizes(self, role: str) -> tuple[int, ...]:
-        """Ranks of a tensor group of a role, as it trains and as it generates."""
+        """Return the sizes of a role's tensor groups: for training and for generation."""
         generation = getattr(self.models.get(role), "generation", None)
         return self.layout_of(role).t, generation.tensor_parallel_size if generation else 1
 
     @property
     def threads(self) -> int:
-        """Of each host: its share of a machine's cores, at most OMP_NUM_THREADS."""
+        """The number of threads of each host: its share of a machine's cores, at most OMP_NUM_THREADS."""
         return computing_threads(self.placement.devices)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What distinguishes runs in a table: texts and numbers by name."""
+        """Texts and numbers by name that tell runs apart in a table."""
         models = {f"models/{role}": str(model) for role, model in self.models.items()}
         where = {"placement": str(self.placement), "backend": self.backend, "device": self.device}
         return {"workbench": self.name, "seed": self.seed, **where, **models}
 
     @property
     def digest(self) -> str:
-        """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
+        """A hash that is equal for equal descriptions in every process; it covers the code of functions and workers."""
         return fingerprint(self._compared)[:16]
 
     @property
@@ -349,14 +349,14 @@ class Description:
         }
 
     def differences(self, other: Description) -> list[str]:
-        """The arguments of an opening in which two descriptions differ, such as `training` or `models['reward']`."""
+        """Return the arguments of `wb.open` that differ, such as `training` or `models['reward']`."""
 
         def differ(these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
             names = dict.fromkeys([*these, *those])
             return [name for name in names if fingerprint(these.get(name)) != fingerprint(those.get(name))]
 
         found = differ(self._compared, other._compared)
-        if "defaults" in found:  # roles that say nothing of these have them in their models, too
+        if "defaults" in found:  # the models of roles that use the defaults contain them, too
             found[found.index("defaults") : found.index("defaults") + 1] = differ(self.defaults, other.defaults)
         if "models" in found:
             roles = {role: (self.models.get(role), other.models.get(role)) for role in {**self.models, **other.models}}
@@ -368,12 +368,12 @@ class Description:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the descriptions that are this workbench's: what it is now, and what it was opened with."""
+        """The digests of this workbench's descriptions: the present one, and the one it was opened with."""
         return tuple(dict.fromkeys(filter(None, (self.digest, self.opened))))
 
 
 def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
-    """The models with the rollout workers' own, which has the actor's generation settings in its stead."""
+    """Return the models plus one for rollout workers, which takes over the actor's generation settings."""
     actor = models.get("actor")
     if actor is None:
         raise BadInput(

@@ -28,7 +28,7 @@ from workbench.workers.worker import Worker
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-# By package: what does without it, and the extra that has it.
+# By package: a setting that does not need it, and the extra that installs it.
 INSTEAD = {
     "deepspeed": ("Training(engine='torch')", "deepspeed"),
     "vllm": ("Generation(engine='transformers')", "vllm-{device}"),
@@ -98,7 +98,7 @@ def _check_judge(description: Description, role: str, judge: Judging) -> None:
 
 
 def _check_rates(description: Description) -> None:
-    """Raise `BadInput` for a pattern of rates that no trained weight of its role matches."""
+    """Raise `BadInput` for a pattern in `Training.rates` that matches no trained weight of its role."""
     for role, model in description.role_models().items():
         if model is None or not model.trained or not model.training.rates:
             continue
@@ -158,7 +158,7 @@ def _check_layouts(description: Description) -> None:
 
 
 def _check_tensor_sizes(description: Description) -> None:
-    """DeepSpeed knows one tensor group a process, and so one t."""
+    """Raise `BadInput` for DeepSpeed roles of one pool with different t: it has one tensor group per process."""
     first: dict[str, str] = {}
     for role, model in description.models.items():
         if not (
@@ -203,7 +203,7 @@ def _check_installed(description: Description) -> None:
 
 
 def _check_rollout(description: Description) -> None:
-    """Rollout workers generate for the actor: its class must not change that, and its model must be divisible."""
+    """Check the actor's class, memory sharing and tensor-parallel size for rollout workers, if there are any."""
     if ROLLOUT not in description.models:
         return
     worker, own = description.models["actor"].worker or ActorWorker, ActorWorker
@@ -229,7 +229,7 @@ def _check_rollout(description: Description) -> None:
 
 
 def _check_environments(description: Description) -> None:
-    """Each rank that generates has a process for environments at least."""
+    """Check that a pool for environments has at least one process for each rank that generates."""
     placement = description.placement
     if (pool := placement.environments) is None:
         return

@@ -1,5 +1,4 @@
-"""Conversations by hand: turn by turn, edited, forked where it matters, and put into a batch. Made by
-`lab.conversation`."""
+"""Conversations that the user steps by hand with `lab.conversation`: take turns, edit and fork them, make a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from workbench.support.validation import NonNegativeInt, Number
 
 
 class Conversations:
-    """Begins conversations by hand, `lab.conversation(row, environment=MyEnvironment)`. chats: those that were begun,
-    the newest last."""
+    """Begins conversations by hand, `lab.conversation(row, environment=MyEnvironment)`. chats: the conversations that
+    were begun, the newest last."""
 
     def __init__(self, lab: Any) -> None:
         self._lab, self.chats = lab, list[Chat]()
@@ -26,18 +25,18 @@ class Conversations:
         self, row: Any, *, environment: Any = None, sampling: Sampling | None = None, gamma: Number = 1.0,
         seed: NonNegativeInt = 0,
     ) -> Chat:  # fmt: skip
-        """A conversation of the policy with an environment, or with you, by hand: `chat.step()` takes a turn and shows
-        it, `chat.say(text)` answers it, `chat.edit(...)` replaces one or its answer, `chat.fork(n, at=turn)` samples
-        continuations from there and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See
-        docs/by_hand.md.
+        """Begin a conversation of the policy with an environment, or with you, turn by turn. `chat.step()` samples a
+        turn and shows it, `chat.say(text)` answers it, `chat.edit(...)` replaces a turn or its answer,
+        `chat.fork(n, at=turn)` samples continuations from before a turn and estimates the value there, `chat.batch()`
+        and `chat.train()` turn branches into rows. See docs/by_hand.md.
 
         row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text or messages; or a mapping of a prompt
-        and its columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`,
-        and without one the policy talks with you, see `chat.say`.
-        sampling: how turns are drawn, and how many tokens and turns there may be; None: as the algorithm that took the
-        last step draws them, else `wb.Sampling()`. gamma: of returns, for each turn. seed: the same one draws the same
-        turns from the same weights.
-        Raises `RolloutError` where the environment's `reset` fails.
+        and its columns, like a row of `prompts=`. environment: as for `generate_sequences`; None: the environment of
+        `sampling`, and without one the policy talks with you, see `chat.say`.
+        sampling: how turns are sampled, and the limits of tokens and turns; None: the sampling of the algorithm that
+        took the last step, else `wb.Sampling()`. gamma: the discount per turn. seed: equal seeds and weights give equal
+        turns.
+        Raises `RolloutError` if the environment's `reset` fails.
         """
         lab = self._lab
         if "actor" not in lab.groups or lab.description.generation is None:

@@ -1,4 +1,4 @@
-"""What the environment answers to turns that are taken by hand."""
+"""Runs the environments of a conversation by hand, and replays earlier turns to them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from workbench.support.calls.sessions import UserCalls
 
 WAIT_S = 0.05
 
-Told = tuple[tuple[int, ...], ...]  # the turns that an environment was told
+Told = tuple[tuple[int, ...], ...]  # the token ids of the turns that an environment has been given
 
 
 class Answers:
-    """Environments of one conversation, in a process of their own, as on a host: one for each branch that was gone on
-    with. Where a branch begins at an earlier turn, a new environment is told the turns before it again, and must answer
-    as the first one did: it depends on nothing but `sample_seed`, the row and what it is told.
+    """The environments of one conversation, in a process of their own, as on a host: one for each branch that was
+    continued. If a branch begins at an earlier turn, the earlier turns are replayed to a new environment, which must
+    answer as the first one did: its answers may depend only on `sample_seed`, the row and the turns.
 
-    row: what `reset` is given.
+    row: the arguments of `reset`.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Answers:
     def _forget(self) -> None:
         self._environments: Environments | None = None
         self._rows: list[Mapping[str, Any]] = []
-        self._zeros: list[int] = []  # the number of the conversation's row, whichever environment it is of
+        self._zeros: list[int] = []  # the row number of each environment's conversation, which is always 0
         self._at: dict[Told, int] = {}
         self._observed: dict[Told, str] = {}
 
     def close(self) -> None:
-        """Close the environments and end their process; they begin anew when they are asked again."""
+        """Close the environments and end their process. The next call starts new ones."""
         self._forget()
         self._open.close()
 
     def beginning(self) -> Reply:
-        """What the environment says before the first turn."""
+        """Return the environment's reply before the first turn."""
         with self._whole():
             return self._begin()[1]
 
     def answer(self, tree: Tree, path: Sequence[Turn], token_ids: Sequence[int]) -> Reply:
-        """What it answers to a turn that comes behind `path`. Raises `RolloutError` where it fails."""
+        """Return the environment's reply to a turn that follows `path`. Raises `RolloutError` if it fails."""
         with self._whole():
             row = self._row_behind(tree, path)
             self._at = {told: other for told, other in self._at.items() if other != row}
@@ -66,11 +66,11 @@ class Answers:
 
     @property
     def began(self) -> str:
-        """Of what the environment said before the first turn; see `Reply.observed`."""
+        """The `Reply.observed` of the environment's reply before the first turn; "" if there was none."""
         return self._observed.get((), "")
 
     def said(self, tree: Tree, path: Sequence[Turn]) -> list[Said]:
-        """These turns, as another environment is told them again."""
+        """Return these turns in the form in which they are replayed to another environment."""
         with self._whole():
             row, found = self._row_behind(tree, path), []
             assert self._environments is not None
@@ -82,7 +82,7 @@ class Answers:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """What fails, or is interrupted, leaves no environment that was told half of something."""
+        """On an error or interrupt inside the block, close all environments: one may have got a turn only partly."""
         try:
             yield
         except BaseException:
@@ -90,7 +90,7 @@ class Answers:
             raise
 
     def _row_behind(self, tree: Tree, path: Sequence[Turn]) -> int:
-        """An environment that was told these turns."""
+        """Return the row of an environment that has been given these turns; replay them to a new one if necessary."""
         if _told(path) in self._at:
             return self._at[_told(path)]
         row, _ = self._begin()
@@ -110,7 +110,7 @@ class Answers:
 
     def _begin(self) -> tuple[int, Reply]:
         if self._environments is None:
-            self._open.close()  # of a process that was given up
+            self._open.close()  # closes an abandoned process
             calls = UserCalls()
             self._open.callback(calls.close)
             self._environments = Environments(
@@ -133,12 +133,12 @@ class Answers:
 
     @staticmethod
     def _turn(row: int, tree: Tree, path: Sequence[Turn], token_ids: Sequence[int]) -> conversation_turns.Turn:
-        """A turn behind `path`, with the tokens that come before it, since the policy's last one."""
+        """Return a turn that follows `path`, with the tokens between the policy's previous turn and this one."""
         lead_ids = path[-1].answer_ids if path else [*tree.prompt_ids, *tree.first_ids]
         return conversation_turns.Turn(row=row, response_ids=list(token_ids), lead_ids=list(lead_ids))
 
     def _reply(self, row: int) -> Reply:
-        """The reply of one environment; `RolloutError` where it fails, or its process ended."""
+        """Wait for the reply of one environment. Raises `RolloutError` if it fails, or if its process has ended."""
         assert self._environments is not None
         while True:
             for other, reply in self._environments.replies(WAIT_S):

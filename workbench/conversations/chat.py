@@ -36,11 +36,11 @@ from workbench.support.checked_calls import checks_calls
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
-CONTINUED = ("gae", "gae_turn")  # estimators that take the critic's value for what would come after a branch
+CONTINUED = ("gae", "gae_turn")  # estimators that use the critic's value in place of the return after a branch
 
 
 class Talk:
-    """The environment of a conversation that has none: it waits for `chat.say`."""
+    """The environment of a conversation without an environment: it never answers, and the user does by `chat.say`."""
 
     def step(self, response: str) -> tuple[None, float, bool]:
         return None, 0.0, False
@@ -50,15 +50,15 @@ class Talk:
 class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
-    step(): the policy takes a turn, and the environment answers. say(): you answer it, and the policy takes the next
-    turn. finish(): until the conversation has ended, or waits for you. edit(): another text for a turn, or for an
-    answer. fork(): continuations from a turn, and its value by Monte Carlo. go(): to another branch. batch(), train():
-    branches as rows. values(): credit by turn. tree: all turns; here: the number of the turn that the next one comes
-    behind, None at the beginning; path: the turns up to it.
+    step(): the policy takes a turn, and the environment answers. say(): you answer a turn, and the policy takes the
+    next. finish(): take turns until the conversation has ended, or waits for you. edit(): replace a turn's text, or its
+    answer. fork(): sample continuations from a turn, and estimate its value by Monte Carlo. go(): move to another
+    branch. batch(), train(): branches as rows. values(): credit by turn. tree: all turns. here: the number of the
+    current turn, which the next turn follows; None at the beginning. path: the turns up to it.
 
-    Turns are drawn by the actor's newest weights, one after the other, so branches may be of several versions. The
-    environment runs in a process of its own; at a branch a new one is told the turns before it again, see `Answers`.
-    Training sees nothing of all this but by `train`.
+    Each turn is sampled with the actor's newest weights, so a branch may mix weights versions. The environment runs in
+    a process of its own; for a new branch the earlier turns are replayed to a new environment, see `Answers`. The
+    conversation affects training only through `train`.
     """
 
     def __init__(self, lab: Lab, row: Any, *, sampling: Sampling, gamma: float, seed: int) -> None:
@@ -82,19 +82,19 @@ class Chat:
             prompt_ids=prompt_ids, first_ids=first.observation_ids, decode=lab.runner.batches.decode
         )  # fmt: skip
         self.here: int | None = None
-        self.changes = 0  # counts up with each, for views
+        self.changes = 0  # the number of changes so far, by which views notice a change
 
     # --- where it stands ----------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> list[Turn]:
-        """The turns of the branch, in order."""
+        """The turns of the current branch, in order."""
         return self.tree.path(self.here)
 
     @property
     def ended(self) -> str:
-        """Why the branch does not go on, as in the column `ending`: "done", "max_turns", "max_tokens", "max_calls"; ""
-        where it does. By hand there is no limit of seconds."""
+        """Why the branch has ended, as in the column `ending`: "done", "max_turns", "max_tokens", "max_calls"; "" while
+        it can continue. A conversation by hand has no limit of seconds."""
         return self._ended(self.path)
 
     def _ended(self, path: Sequence[Turn]) -> str:
@@ -107,12 +107,12 @@ class Chat:
         return "max_tokens" if self._room(path) < 1 else ""
 
     def _room(self, path: Sequence[Turn]) -> int:
-        """Tokens that a turn behind these may have."""
+        """Return the number of tokens that a turn after these may have."""
         used = len(self.tree.tokens(path))
         return min(self._most - len(self.tree.prompt_ids), self._sampling.max_new_tokens) - used
 
     def _waits(self, path: Sequence[Turn]) -> bool:
-        """Whether you are to answer the last turn, as there is no environment that does."""
+        """Whether the user has to answer the last turn, because there is no environment."""
         return self._sampling.environment is Talk and bool(path) and path[-1].answered_by != "hand"
 
     def _need_open(self, path: Sequence[Turn]) -> None:
@@ -131,7 +131,7 @@ class Chat:
             raise BadInput(f"another turn behind turn {len(path) - 1}", rule, "chat.say('...') answers it")
 
     def go(self, turn: Any) -> Chat:
-        """Go to a turn of the tree, by itself or by number, so that the next one comes behind it; None: to the
+        """Go to a turn of the tree, so that the next turn follows it. turn: a `Turn`, or its number; None: go to the
         beginning. Returns the chat."""
         self.here = None if turn is None else self.tree.number(turn)
         self.changes += 1
@@ -142,7 +142,7 @@ class Chat:
     def step(self) -> Turn:
         """Let the policy take a turn, and the environment answer. Returns the turn; the chat shows it.
 
-        Raises `BadInput` where the branch has ended, `RolloutError` where the environment fails: nothing is added then.
+        Raises `BadInput` if the branch has ended, `RolloutError` if the environment fails; then no turn is added.
         """
         path = self.path
         self._need_open(path)
@@ -153,27 +153,27 @@ class Chat:
         return self._add(path, ids, log_probs, str(ending), "policy", version)
 
     def finish(self) -> Chat:
-        """Take turns until the branch has ended, or waits for you. Returns the chat."""
+        """Take turns until the branch has ended, or waits for the user. Returns the chat."""
         while not (self.ended or self._waits(self.path)):
             self.step()
         return self
 
     def say(self, text: str) -> Turn:
-        """Say something as the user, in place of what the environment answered to the last turn, and let the policy
-        take the next turn. `batch(before_edits=True)` makes a row of what was said."""
+        """Answer the last turn as the user, in place of the environment, and let the policy take the next turn. With
+        `batch(before_edits=True)` the turns before the answer are trained as well."""
         if not self.path:
             raise BadInput("say() before the first turn", "the prompt is what was said first", "chat.step()")
         self.edit(len(self.path) - 1, answer=[{"role": "user", "content": text}])
         return self.step()
 
     def edit(self, turn: NonNegativeInt, text: str | None = None, *, answer: Any = None) -> Turn:
-        """Replace a turn of the branch, or what it was answered, and go there: what came behind stays in the tree, as
-        another branch.
+        """Replace a turn of the branch, or its answer, and go there. The old turn and the turns after it stay in the
+        tree, as another branch.
 
-        turn: its place in the branch, from 0. text: of the policy, in place of the turn's; the token that ends a turn
-        is added unless the text ends with one of the stop strings. The environment answers it. answer: what the policy
-        reads in place of the environment's answer: a text, or messages, in which control tokens are text. The
-        environment does not know of it.
+        turn: its position in the branch, from 0. text: replaces the policy's text; the token that ends a turn is added
+        unless the text ends with a stop string. The environment answers the new text. answer: replaces the
+        environment's answer: a text, or messages, in which control tokens are read as text. The environment is not told
+        about it.
         """
         path = self.path
         if turn >= len(path):
@@ -195,7 +195,7 @@ class Chat:
     def _add(
         self, path: Sequence[Turn], ids: Sequence[int], log_probs: Sequence[float], ending: str, by: Any, version: int
     ) -> Turn:
-        """A turn behind a path, with what the environment answers."""
+        """Add a turn after a path, with the environment's answer."""
         parent = path[-1].number if path else None
         told: dict[str, Any] = {"answered": False}
         if ending != "length":
@@ -219,9 +219,9 @@ class Chat:
         return added
 
     def _scored(self, paths: Sequence[Sequence[Turn]]) -> dict[int, Turn]:
-        """The last turns of branches that have ended, by their place in `paths`, with the rewards that bring the sum of
-        each branch to what the workbench's reward function gives; without one the environment's. Branches for which it
-        failed are left out; `RewardError` where it failed for all."""
+        """Return the last turns of ended branches, by their position in `paths`. Their rewards are set so that each
+        branch's sum equals the score of the workbench's reward role; without that role they keep the environment's.
+        Leaves out branches for which scoring failed; raises `RewardError` if it failed for all."""
         last = {i: path[-1] for i, path in enumerate(paths)}
         if "reward" not in self._lab.groups:
             return last
@@ -230,7 +230,7 @@ class Chat:
             batch = self._put(paths, before_edits=True, trains=False).repeat(ranks)
             try:
                 scored = self._lab.reward.compute_reward(batch, most_failed=1 - 1 / len(paths))
-            except BadInput as problem:  # it takes a column that the row lacks
+            except BadInput as problem:  # the reward function reads a column that the row lacks
                 warnings.warn(f"{problem} The environment's rewards stand alone.", RuntimeWarning, stacklevel=2)
                 return last
             given, failed = scored.fetch(["rewards"])["rewards"], {row // ranks for row in scored.failed()["row"]}
@@ -241,12 +241,12 @@ class Chat:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def fork(self, n: PositiveInt, at: NonNegativeInt | None = None) -> Fork:
-        """Sample n continuations from before a turn of the branch, to their ends: their returns, and with them the
-        value of the conversation there, beside the critic's where there is one.
+        """Sample n continuations from before a turn of the branch, until they end. Returns their returns, which give
+        the value of the conversation there, and the critic's value if there is a critic.
 
-        at: a place in the branch, from 0: that turn, and all behind it, are drawn anew; None: behind the last turn. The
-        turns come into the tree, beside what is there; `here` stays. Further forks at the same place add to its value
-        as long as the weights are the same. An environment that draws from `sample_seed` draws the same in all.
+        at: a position in the branch, from 0: this turn and all later turns are sampled anew; None: continue after the
+        last turn. The new turns are added to the tree; `here` stays. Further forks at the same position add to its
+        value while the weights stay the same. `sample_seed` is the same for the environments of all continuations.
         """
         before = self._before(at, f"fork(at={at})")
         place = len(before)
@@ -292,27 +292,27 @@ class Chat:
         )  # fmt: skip
 
     def value(self, turn: NonNegativeInt | None = None) -> Value | None:
-        """The value before a turn of the branch by the continuations that were forked there; None: there are none.
-        turn: its place, from 0; None: behind the last one."""
+        """Return the value before a turn of the branch, from the continuations that were forked there; None without
+        continuations. turn: its position, from 0; None: the value after the last turn."""
         before = self._before(turn, f"value({turn})")
         return self._credit.value_behind(before[-1].number if before else None)
 
     def _before(self, place: int | None, called: str) -> list[Turn]:
-        """The turns of the branch before a place in it; None: all of them."""
+        """Return the turns of the branch before a position in it (None: all). called: the call, for the message."""
         path = self.path
         if place is not None and place > len(path):
             raise BadInput(called, f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
         return path[:place]
 
     def advantage(self, turn: Any) -> float | None:
-        """What a turn of the tree gained, by continuations: its reward, and gamma times the value behind it, less the
-        value before it. None where there are no continuations from both places; behind the end the value is 0."""
+        """Return the advantage of a turn of the tree, from continuations: its reward, plus gamma times the value after
+        it, minus the value before it. After the end the value is 0. None without continuations from both places."""
         return self._credit.advantage(self.tree.turns[self.tree.number(turn)])
 
     def values(self) -> pd.DataFrame:
-        """Credit by turn, of the branch: one row a turn, with `turn`, `number` (in the tree), `text`, `answer`,
-        `written_by`, `answered_by`, `reward`; `value`, `value_low`, `value_high`, `forked`: by continuations from
-        before the turn, with the ends of a 95 % interval (NaN where there are none); with a critic `critic_value`."""
+        """Return the credit of each turn of the branch, one row per turn: `turn`, `number` (in the tree), `text`,
+        `answer`, `written_by`, `answered_by`, `reward`; `value`, `value_low`, `value_high`, from `forked` continuations
+        before the turn, with the ends of a 95 % interval (NaN without); with a critic `critic_value`."""
         path = self.path
         critic = self._critic_values(path) if path and "critic" in self._lab.groups else None
         lines = []
@@ -338,12 +338,12 @@ class Chat:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def batch(self, *turns: Any, before_edits: bool = False) -> Batch:
-        """Branches as a batch: the columns of `generate_sequences(environment=...)`, one row for each turn that is
-        given (by itself or by number) with all before it; none given: the branch.
+        """Return branches as a batch with the columns of `generate_sequences(environment=...)`. turns: the last turn of
+        each row's branch, as a `Turn` or its number; without turns, the current branch is the only row.
 
-        `response_mask` is 1 on tokens that the policy sampled. It is 0 on what was written by hand, on turns before
-        that (whose returns a hand was in, unless before_edits), and on turns that several rows share.
-        Raises `BadInput` where no token is left to train.
+        `response_mask` is 1 on tokens that the policy sampled. It is 0 on tokens written by hand, on turns before them
+        (because the edit affected their returns; before_edits=True keeps these at 1), and on turns that several rows
+        share. Raises `BadInput` if no token is left to train.
         """
         return self._put(self._paths(turns), before_edits=before_edits)
 
@@ -371,15 +371,15 @@ class Chat:
     def train(
         self, *turns: Any, estimator: str | Callable[..., Any] | None = None, before_edits: bool = False, **update: Any
     ) -> MetricValues:
-        """Take an optimizer step of the actor on branches, see `batch`, by the rewards of their turns. Returns the
-        update's metrics.
+        """Update the actor on branches, see `batch`, with the rewards of their turns. Returns the update's metrics.
 
-        With a critic, and "gae_turn" or "gae", its value behind the last turn stands for what would come after a branch
-        that is not over. Other estimators need the whole return: raises `BadInput` for a branch that goes on.
+        With a critic, and "gae_turn" or "gae", the critic's value after the last turn replaces the return of a branch
+        that has not ended. Other estimators need the whole return, and raise `BadInput` for such a branch.
 
-        estimator: of `compute_advantages`; None: with a critic "gae_turn"; without one "reinforce_turn_baseline" over
-        several branches, "reinforce_turn" of one. They are not whitened. update: arguments of `update_actor`, such as
-        `loss` and `clip`. A batch has as many rows at least as minibatches and ranks: fork, and give the leaves.
+        estimator: for `compute_advantages`; None: "gae_turn" with a critic; without, "reinforce_turn_baseline" for
+        several branches, "reinforce_turn" for one. Advantages are not whitened. update: arguments of `update_actor`,
+        such as `loss` and `clip`. A batch needs at least as many rows as minibatches and ranks: fork, and pass the
+        leaves.
         """
         lab, paths = self._lab, self._paths(turns)
         has_critic = "critic" in lab.groups
@@ -410,7 +410,7 @@ class Chat:
                 )
 
     def close(self) -> None:
-        """End the environment's process. The tree stays, and the next turn starts one again."""
+        """End the environments' process. The tree stays, and the next turn starts a new process."""
         self._answers.close()
 
     # --- shown --------------------------------------------------------------------------------------------------------
@@ -423,5 +423,5 @@ class Chat:
         return tree_picture(self.pictures(), repr(self)[1:-1])
 
     def pictures(self) -> list[TurnPicture]:
-        """All turns as they are drawn, each before those that go on from it."""
+        """Return all turns in the form for display, each before the turns that continue it."""
         return pictures(self.tree, self.path, self._credit)

@@ -1,4 +1,4 @@
-"""What the turns of a conversation are worth, by continuations that were sampled from them."""
+"""Estimates values and advantages of a conversation's turns from continuations that were sampled there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from workbench.support.intervals import clustered_half_width
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """The mean of n returns, and the ends of its 95 % interval: by Student's t, as returns of few continuations ask
-    for. NaN of one return. Where all are equal the interval is a point: it knows only of what was seen."""
+    """The mean of n returns, and the ends of its 95 % interval, by Student's t, because n is small. The ends are NaN
+    for one return. If all returns are equal, the interval is a point, although later returns may differ."""
 
     mean: float
     low: float
@@ -38,24 +38,24 @@ class Value:
 
 
 class Credit:
-    """Returns of continuations, by the turn behind which they begin. gamma: of values, for each turn."""
+    """Returns of continuations, by the turn after which they begin. gamma: the discount per turn."""
 
     def __init__(self, gamma: float) -> None:
         self.gamma = gamma
         self._returns: dict[int | None, tuple[int, list[float]]] = {}
 
     def add(self, behind: int | None, version: int, returns: Sequence[float]) -> None:
-        """Add to the value behind a turn. Returns of earlier weights are forgotten. version: of the weights."""
+        """Add returns of continuations after turn `behind`; forget returns of other weights versions."""
         known = self._returns.get(behind)
         self._returns[behind] = version, [*(known[1] if known and known[0] == version else []), *returns]
 
     def value_behind(self, number: int | None) -> Value | None:
-        """The value behind the turn of that number, None: of the beginning; None where there are no continuations."""
+        """Return the value after the turn of that number (None: at the beginning); None without continuations."""
         return Value.of(self._returns[number][1]) if number in self._returns else None
 
     def advantage(self, turn: Turn) -> float | None:
-        """The reward of a turn, and gamma times the value behind it, less the value before it. Behind the end the value
-        is 0. None where there are no continuations from both places."""
+        """Return a turn's reward plus gamma times the value after it minus the value before it. After the end the value
+        is 0. None without continuations from both places."""
         before, behind = self.value_behind(turn.parent), self.value_behind(turn.number)
         after = 0.0 if turn.done else None if behind is None else behind.mean
         return None if before is None or after is None else turn.reward + self.gamma * after - before.mean
@@ -65,10 +65,10 @@ class Credit:
 class Fork:
     """Continuations from before turn `at`. Made by `chat.fork`.
 
-    leaves: the last turn of each, to go to or to put into a batch. returns: of each, the sum of gamma^k times the
-    reward of its k-th turn. value: their mean and its interval: the value of the conversation before that turn, by
-    Monte Carlo. critic: what the critic says of it; None without one. df: a frame with one row a continuation.
-    failed: continuations whose environment or reward function failed, which are not among them.
+    leaves: the last turn of each continuation, for `chat.go` or `chat.batch`. returns: for each continuation, the sum
+    of gamma^k times the reward of its k-th turn. value: their mean and its interval, a Monte Carlo estimate of the
+    value before that turn. critic: the critic's value there; None without a critic. df: one row per continuation.
+    failed: the number of continuations left out because their environment or reward function failed.
     """
 
     at: int
@@ -106,7 +106,7 @@ class Fork:
 
 
 def pictures(tree: Tree, path: Sequence[Turn], credit: Credit) -> list[TurnPicture]:
-    """All turns of a tree, each before those that go on from it. path: the branch that is shown."""
+    """Return all turns of a tree for display, each before the turns that continue it. path: the current branch."""
     found: list[TurnPicture] = []
     on_path = {turn.number for turn in path}
     trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))

@@ -1,4 +1,4 @@
-"""`lab.serve()`: the live actor behind an OpenAI-compatible server."""
+"""`lab.serve()` serves the live actor through an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from workbench.settings.engines import Sampling
 from workbench.workers.agents.requests import MODEL
 
 NAME, POLL_S, LONGEST_S = "lab.serve()", 0.02, 10.0**9
-STARTS_WITHIN_S = 300.0  # an engine may have to load first
+STARTS_WITHIN_S = 300.0  # long, because an engine may have to load first
 
 
 class Endpoint:
-    """An endpoint that is open: `base_url`, `api_key`, and `model`, the name that requests give.
+    """An open endpoint: `base_url`, `api_key`, and `model`, the model name for requests.
 
-    It prints without the key. `close()`, or the end of a `with`, ends it; then stages run again. weights_version: of
-    the actor, in optimizer steps.
+    Its repr does not contain the key. `close()`, or the end of a `with` block, closes the endpoint; then stages can run
+    again. weights_version: the actor's weights version, in optimizer steps.
     """
 
     model = MODEL
 
     def __init__(self, lab: Lab, sampling: Sampling) -> None:
         self._lab, self._sampling = lab, sampling
-        self._folder = Path(tempfile.mkdtemp(prefix="workbench-serve-"))  # which this user alone can enter
+        self._folder = Path(tempfile.mkdtemp(prefix="workbench-serve-"))  # a folder that only this user can enter
         self._error: Exception | None = None
         self.base_url = self.api_key = ""
         weights = lab.runner.counters.weights.get("actor")
@@ -39,7 +39,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._work, name="workbench-endpoint", daemon=True)
 
     def start(self) -> None:
-        """Open it; returns when it takes requests. Raises what kept it from that."""
+        """Open the endpoint; return when it accepts requests. Raises the error that prevented this."""
         self._thread.start()
         try:
             self._wait()
@@ -62,7 +62,7 @@ class Endpoint:
         self.base_url, self.api_key = found
 
     def _work(self) -> None:
-        """One stage that lasts as long as the endpoint; no other may be called meanwhile."""
+        """Run the stage that serves requests. It blocks other stages until the endpoint closes."""
         lab, call = self._lab, EndpointCall(str(self._folder), os.getpid())
         try:
             with lab.runner.driving(NAME), lab.runner.isolated("serve"):
@@ -73,12 +73,12 @@ class Endpoint:
                 if run.state == "failed":
                     run.result()  # raises
         except RolloutError as error:
-            self._error = None if self.base_url else error  # once it is open: nothing was asked for
+            self._error = None if self.base_url else error  # after opening, it only means that there was no request
         except Exception as error:
             self._error = error
 
     def close(self) -> None:
-        """End it; requests that wait are dropped. Closing twice is fine. Raises what had ended it before."""
+        """Close the endpoint and drop waiting requests. Closing twice is fine. Raises the error that had ended it."""
         self._end()
         error, self._error = self._error, None
         if error is not None:
@@ -93,7 +93,7 @@ class Endpoint:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the endpoint accepts requests."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Endpoint:
@@ -113,20 +113,20 @@ class Endpoint:
 
 
 def serve(lab: Lab, *, sampling: Sampling | None = None) -> Endpoint:
-    """Serve the actor, with its weights as they are now, to any client of OpenAI's API.
+    """Serve the actor, with its present weights, to any client of OpenAI's API.
 
         with lab.serve(sampling=wb.Sampling(temperature=0, max_new_tokens=256)) as endpoint:
             client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
             client.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": "2 + 3?"}])
 
-    It listens on the loopback of the machine of the actor's rank, which has to be this one, and answers only requests
-    that carry its key. Requests are answered together by the actor's own generation engine. sampling: how they are
-    drawn; None: `wb.Sampling()`. A request may choose `max_tokens`, up to max_new_tokens, and `stop`, `tools`,
-    `stream`; one that asks for other sampling is refused.
+    The server listens on the loopback interface of the machine of the actor's rank, which must be this machine, and
+    answers only requests with its key. The actor's own generation engine answers requests together. sampling: how
+    answers are sampled; None: `wb.Sampling()`. A request may set `max_tokens`, up to max_new_tokens, and `stop`,
+    `tools`, `stream`; a request for other sampling is refused.
 
-    While it is open no stage can be called; training goes on with the same numbers after `close()`. A checkpoint is
-    served by `wb serve CHECKPOINT`. Raises `BadInput` without an actor, and for sampling with an agent or an
-    environment.
+    While the endpoint is open, no stage can be called. After `close()`, training continues with the same numbers as
+    without the endpoint. To serve a checkpoint, use `wb serve CHECKPOINT`. Raises `BadInput` without an actor, and for
+    a sampling with an agent or an environment.
     """
     sampling = Sampling() if sampling is None else sampling
     if sampling.agent is not None or sampling.environment is not None:

@@ -1,4 +1,4 @@
-"""Branches of a conversation as rows of a batch, rows as branches, and what a hand writes as tokens."""
+"""Converts branches of a conversation to rows of a batch, rows to branches, and texts written by hand to tokens."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from workbench.support.seeds import derive_seed
 
 
 def trained_turns(paths: Sequence[Sequence[Turn]], *, before_edits: bool) -> list[list[bool]]:
-    """Of the turns of each branch, which are trained.
+    """Return for each branch which of its turns are trained.
 
-    Those that the policy sampled; but not those before a turn, or an answer, that was written by hand, whose return is
-    no longer that of the policy in its environment (unless before_edits), and not those that several branches share,
-    which would be trained as often.
+    Turns that the policy sampled are trained, except turns before a turn or an answer written by hand (unless
+    before_edits), because their return is not the policy's in its environment, and except turns that several branches
+    share, because they would be trained several times.
     """
     shared = Counter(turn.number for path in paths for turn in path)
     found = []
     for path in paths:
         last_edit = max((k for k, turn in enumerate(path) if turn.edited), default=-1)
-        # an answer that was written by hand comes behind its turn
+        # also excludes the turn whose answer was written by hand, because the answer comes after it
         found.append(
             [
                 turn.written_by == "policy" and shared[turn.number] == 1 and (before_edits or k > last_edit)
@@ -47,9 +47,9 @@ def trained_turns(paths: Sequence[Sequence[Turn]], *, before_edits: bool) -> lis
 
 
 def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[str], *, before_edits: bool) -> Table:
-    """The columns of `generate_sequences(environment=...)` for these branches, with `response_mask` 1 on the tokens of
-    turns that are trained."""
-    rows: list[list[tuple[int, bool, float, float]]] = []  # token, whether it is trained, log-probability, reward
+    """Return the columns of `generate_sequences(environment=...)` for these branches, with `response_mask` 1 on the
+    tokens of trained turns."""
+    rows: list[list[tuple[int, bool, float, float]]] = []  # (token, whether it is trained, log-probability, reward)
     starts, ends = [list[list[int]]() for _ in range(2)]
     for path, trained in zip(paths, trained_turns(paths, before_edits=before_edits), strict=True):
         row = [(token, False, 0.0, 0.0) for token in tree.first_ids]
@@ -62,7 +62,7 @@ def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[
             ends[-1].append(len(row))
             row += [(token, False, 0.0, 0.0) for token in turn.answer_ids if turn is not path[-1]]
         rows.append(row)
-    ids, mask, log_probs, rewards = ([[one[i] for one in row] for row in rows] for i in range(4))  # a list a row each
+    ids, mask, log_probs, rewards = ([[one[i] for one in row] for row in rows] for i in range(4))  # four lists, by row
     return {
         "prompt_ids": Ragged.of([tree.prompt_ids] * len(paths), torch.int64),
         "response_ids": Ragged.of(ids, torch.int64),
@@ -79,13 +79,13 @@ def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[
 
 
 def lists(table: Table, name: str) -> list[list[Any]]:
-    """A column of numbers a row."""
+    """Return a ragged column as a list of numbers for each row."""
     return [row.tolist() for row in ragged_in(table, name).rows()]
 
 
 def add_branch(tree: Tree, parent: int | None, table: Table, row: int, version: int) -> Turn:
-    """Put the turns of a continuation into a tree. Returns the last of them. parent: number of the turn that they come
-    behind. table: a rollout. version: of the weights that sampled it."""
+    """Add the turns of a continuation to a tree, and return the last of them. parent: the number of the turn that they
+    follow. table, row: a rollout, and its row. version: of the weights that sampled it."""
     names = ("response_ids", "rollout_log_prob", "turn_starts", "turn_ends", "turn_rewards")
     ids, log_probs, starts, ends, rewards = (lists(table, name)[row] for name in names)
     ending = str(table["ending"][row])  # type: ignore[index]
@@ -107,7 +107,7 @@ def add_branch(tree: Tree, parent: int | None, table: Table, row: int, version: 
 
 
 def as_turn(tokenizer: PreTrainedTokenizerBase, text: str, *, stop: Sequence[str], room: int) -> tuple[list[int], str]:
-    """A text as the tokens of a turn, and its ending. room: tokens that it may have."""
+    """Return a text as the tokens of a turn, and the turn's ending. room: the largest number of tokens."""
     ids, stops = _encoded(tokenizer, text), any(text.endswith(one) for one in stop)
     ids += [] if stops else [turn_end(tokenizer)]
     if len(ids) > room:
@@ -118,7 +118,7 @@ def as_turn(tokenizer: PreTrainedTokenizerBase, text: str, *, stop: Sequence[str
 
 
 def as_answer(tokenizer: PreTrainedTokenizerBase, answer: Any, turn: Turn) -> list[int]:
-    """A text, or messages, as the tokens that answer a turn."""
+    """Return a text, or messages, as the tokens that answer a turn."""
     if isinstance(answer, str):
         return _encoded(tokenizer, answer)
     if not isinstance(answer, list):
@@ -135,28 +135,28 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-TRAVELS = ("temperature", "truncation", "weights_version")  # of the meta of rollouts
-STAGE = "conversation/stages"  # as what its stages report their metrics
+TRAVELS = ("temperature", "truncation", "weights_version")  # entries of a rollout's meta that batches of chats get
+STAGE = "conversation/stages"  # the name under which a conversation's stages report their metrics
 
 
 class Continuations:
-    """Draws what may come behind a turn, each time with other random numbers. row: of the prompt, see `row_table`.
-    meta: that of the newest rollout which goes into batches."""
+    """Samples continuations of a turn, each time with other random numbers. row: the prompt's columns, see `row_table`.
+    meta: the entries `TRAVELS` of the newest rollout's meta."""
 
     def __init__(self, lab: Lab, row: Table, seed: int) -> None:
         self._lab, self._row, self._seed, self._draws = lab, row, seed, 0
         self.meta: dict[str, Any] = {}
 
     def ranks(self, role: str) -> int:
-        """As many rows as its ranks need at least."""
+        """Return the number of rows that a role needs at least: its number of ranks."""
         role = "rollout" if role == "actor" and "rollout" in self._lab.groups else role
         return len(self._lab.groups[role].hosts)
 
     def draw(
         self, tree: Tree, path: Sequence[Turn], n: int, sampling: Sampling, *, values: bool = False
     ) -> tuple[Table, float | None, int]:
-        """n continuations behind a path: their columns, the critic's value of where they begin (with values), and the
-        version of the weights."""
+        """Sample n continuations of a path. Returns their columns, the critic's value at their beginning (if `values`;
+        else None), and the version of the weights."""
         ids = [*tree.prompt_ids, *tree.tokens(path)]
         self._draws += 1
         texts = {name: column for name, column in self._row.items() if isinstance(column, list)}
@@ -174,14 +174,14 @@ class Continuations:
             critic = None
             if values:
                 valued = self._lab.critic.compute_values(batch)
-                # a continuation whose environment failed at once has no token, before which the value would stand
+                # a continuation whose environment failed at once has no token, and so no value
                 critic = next((row[0] for row in lists(valued.fetch(["values"]), "values") if row), None)
         self.meta = {name: meta[name] for name in TRAVELS if name in meta}
         return found, critic, int(meta.get("weights_version", 0))
 
 
 def row_table(lab: Lab, row: Any) -> Table:
-    """The columns of one prompt: of a batch of one row, or of a prompt as `prompts=` takes them."""
+    """Return the columns of one prompt. row: a batch of one row, or a prompt as `prompts=` takes it."""
     if isinstance(row, Batch):
         if row.rows != 1:
             raise BadInput(f"conversation({row!r})", "begins with one row", "take one: batch.take([0])")

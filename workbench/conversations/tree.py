@@ -1,4 +1,4 @@
-"""A conversation as a tree of turns: what was sampled, what was written by hand, and where it was continued anew."""
+"""A conversation as a tree of turns, which were sampled or written by hand, with a branch for each continuation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Author = Literal["policy", "hand"]
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A turn of the policy, and what it was answered.
+    """A turn of the policy, and the answer to it.
 
-    number: in the tree, from 0. parent: the turn before it; None: it is the first. token_ids: with the ending.
-    log_probs: those it was sampled with; zeros where it was written by hand. ending: of the turn, "eos", "stop" or
-    "length" (cut). answer_ids: what the policy reads next. own_ids: what the environment answered itself, which another
-    answer may stand in for. reward, done: the environment's. answered: False where the conversation ended before an
-    answer came. limit: "max_calls" where that ended it. weights_version: of the policy that sampled it. text, answer:
-    of token_ids and answer_ids, with special tokens; the tree writes them.
+    number: in the tree, from 0. parent: the number of the turn before it; None for a first turn. token_ids: with the
+    end token. log_probs: their log-probabilities when sampled; zeros for a turn written by hand. ending: "eos", "stop"
+    or "length" (cut). answer_ids: the tokens that the policy reads next. own_ids: the environment's own answer, which
+    an answer by hand may replace. reward, done: from the environment. answered: False if the conversation ended before
+    an answer came. limit: "max_calls" if this limit ended it. weights_version: of the policy that sampled the turn.
+    text, answer: token_ids and answer_ids as text, with special tokens; the tree sets them.
     """
 
     number: int
@@ -49,14 +49,14 @@ class Turn:
 
     @property
     def edited(self) -> bool:
-        """Whether the user edited it. Later turns then do not follow from policy and environment alone."""
+        """Whether the user wrote the turn or its answer, so that later turns also depend on the user."""
         return self.written_by == "hand" or self.answered_by == "hand"
 
 
 @dataclass(kw_only=True)
 class Tree:
-    """The turns of a conversation, and how it begins. prompt_ids: its prompt. first_ids: what the environment said
-    before the first turn, which the response begins with. decode: tokens as text."""
+    """The turns of a conversation, and its beginning. prompt_ids: the prompt. first_ids: the environment's tokens
+    before the first turn, with which the response begins. decode: turns tokens into text."""
 
     decode: Callable[[Sequence[int]], str]
     prompt_ids: Sequence[int] = ()
@@ -64,13 +64,13 @@ class Tree:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, turn: Turn) -> Turn:
-        """Put a turn at the end; the turn with its texts."""
+        """Append a turn; return it with `text` and `answer` filled in."""
         assert turn.number == len(self.turns)
         self.turns.append(replace(turn, text=self.decode(turn.token_ids), answer=self.decode(turn.answer_ids)))
         return self.turns[-1]
 
     def path(self, number: int | None) -> list[Turn]:
-        """The turns from the first one to this one; none for None."""
+        """Return the turns from the first turn to this one; [] for None."""
         found: list[Turn] = []
         while number is not None:
             found.append(self.turns[number])
@@ -78,18 +78,18 @@ class Tree:
         return found[::-1]
 
     def children(self, number: int | None) -> list[Turn]:
-        """The turns that go on from one; from None: the first turns."""
+        """Return the turns that follow the turn of this number; None: the first turns."""
         return [turn for turn in self.turns if turn.parent == number]
 
     def walk(self) -> Iterator[Turn]:
-        """All turns, each before those that go on from it."""
+        """Yield all turns, each before the turns that continue it."""
         waiting = self.children(None)[::-1]
         while waiting:
             yield (turn := waiting.pop())
             waiting += self.children(turn.number)[::-1]
 
     def number(self, turn: object) -> int:
-        """The number of a turn that is given as itself or by number; `BadInput` for one that is not here."""
+        """Return the number of a turn, given as a `Turn` or by number; raise `BadInput` if it is not in the tree."""
         number = turn.number if isinstance(turn, Turn) else turn
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.turns):
             here = f"0 to {len(self.turns) - 1}" if self.turns else "none yet"
@@ -99,5 +99,5 @@ class Tree:
         return number
 
     def tokens(self, path: Sequence[Turn]) -> list[int]:
-        """The response that these turns make, with what the last one was answered."""
+        """Return the tokens of the response that these turns form, with the answer to the last turn."""
         return [*self.first_ids, *(one for turn in path for one in (*turn.token_ids, *turn.answer_ids))]

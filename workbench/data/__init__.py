@@ -1,1 +1,1 @@
-"""Where rows come from: prompts, demonstrations, pairs, environments, reward functions, verifiers."""
+"""Data and the user's functions: prompts, demonstrations, pairs, environments, tools, reward functions, verifiers."""

@@ -1,4 +1,4 @@
-"""Agents: functions that talk to the policy by way of an OpenAI-compatible server, one call for each sample.
+"""Agents: functions that talk to the policy through an OpenAI-compatible server, one call for each sample.
 
     async def agent(row, client):                        # client: openai.AsyncOpenAI
         messages = [{"role": "user", "content": row["prompt"]}]
@@ -9,9 +9,9 @@
         done = subprocess.run(["harness", "--url", base_url, "--key", api_key], ...)
         return {"right": 1.0, "short": 0.5}              # or components, whose sum is the reward
 
-A function gets what it has parameters for: `row`, a dict of the row's text columns and `sample_seed`; `client`, an
-`openai.AsyncOpenAI` where it is a coroutine, else an `openai.OpenAI`; `base_url` and `api_key`. None is a reward of 0.
-It runs in the process of this role's functions, as an environment does.
+A function gets the arguments for which it has parameters: `row`, a dict of the row's text columns and `sample_seed`;
+`client`, an `openai.AsyncOpenAI` if it is a coroutine function, else an `openai.OpenAI`; `base_url` and `api_key`. A
+result of None is a reward of 0. It runs in the process of this role's functions, like an environment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RULE = "an agent returns its reward: a finite number, a dict of them by name, or
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the call of a row has ended. again: it is to begin again. failure: why it ends instead."""
+    """The result of a row's call. again: the call must begin again. failure: the error with which it has failed."""
 
     reward: float = 0.0
     components: Mapping[str, float] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class Outcome:
 
 
 class Agents:
-    """The calls of one rank's rows, for one call of `generate_sequences`.
+    """The agent calls of one rank's rows, for one call of `generate_sequences`.
 
-    rows: what each is given. calls: of the functions of this role. where, row_numbers: for messages. One that raises,
-    hangs or returns something else fails its row alone, or begins again as `retries` says; so do the others of a
-    process that had to be killed, which counts as no failure of theirs.
+    rows: the argument `row` of each call. calls: the user calls of this role's functions. where, row_numbers: for
+    messages. A call that raises, hangs or returns a wrong value fails its row alone, or begins again up to `retries`
+    times. Other calls in a process that had to be killed begin again, without counting a failure.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Agents:
         self._calls, self._where, self._row_numbers = calls, where, row_numbers
         self._session: Session
         self._sessions = contextlib.ExitStack()
-        self._open: dict[int, int] = {}  # calls, and their rows
+        self._open: dict[int, int] = {}  # the row of each open call
         self._ready: list[tuple[int, Outcome]] = []
         self._failures = Counter[int]()
         self._concurrency = sampling.concurrency
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While they are in use."""
+        """Keep the session of the calls open inside the block."""
         with self._sessions:
             self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
             try:
@@ -85,21 +85,21 @@ class Agents:
 
     @property
     def open(self) -> int:
-        """How many have begun and not ended."""
+        """The number of calls that have begun and whose result was not yet taken."""
         return len(self._open) + len(self._ready)
 
     def begin(self, call: int, row: int, base_url: str, api_key: str) -> None:
-        """Call the function for a row. call: a new number, since a call of before that was given up may still run."""
+        """Call the function for a row. call: a new number, because an earlier abandoned call may still run."""
         self._open[call] = row
         arguments = {call: (self._rows[row], base_url, api_key)}
         self._session.submit(call_agent, checked_outcome, arguments, concurrency=self._concurrency)
 
     def excuse(self, calls: Sequence[int], seconds: float) -> None:
-        """These waited for the server: that is no time of their own, of which `call_timeout_s` is the limit."""
+        """Do not count seconds in which these calls waited for the server against their `call_timeout_s`."""
         self._session.excuse(calls, seconds)
 
     def ended(self) -> list[tuple[int, Outcome]]:
-        """The calls that have ended, by their numbers."""
+        """Return (number, outcome) of the calls that have ended since the last time."""
         if self._open:
             self._poll()
         ended, self._ready = self._ready, []
@@ -115,15 +115,15 @@ class Agents:
         self._session.poll(0.0, self._sampling.call_timeout_s, done, self.fail)
         if self._session.alive:
             return
-        # where it is not known which call ended the process, the next time it is
+        # if it is unknown which call ended the process, make one call at a time, so that it is known next time
         self._concurrency = 1 if self._session.begun else self._sampling.concurrency
         self._ready += [(call, Outcome(again=True)) for call in sorted(self._open)]
         self._open.clear()
         self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
 
     def fail(self, call: int, why: CallFailed) -> None:
-        """Give a call up, whatever it returns."""
-        if call not in self._open:  # it was given up
+        """Fail a call, whatever it may still return."""
+        if call not in self._open:  # the call was already abandoned
             return
         row = self._open.pop(call)
         self._failures[row] += 1
@@ -131,6 +131,6 @@ class Agents:
         self._ready.append((call, Outcome(again=True) if again else Outcome(failure=self.error(row, why))))
 
     def error(self, row: int, why: CallFailed) -> RolloutError:
-        """What went wrong with a row."""
+        """Return the error of a row's call."""
         function, of = f"agent {name_of(self._function)}", f"row {self._row_numbers[row]} on {self._where}"
         return failure_of(RolloutError, function, of, self._rows[row], why, RULE)

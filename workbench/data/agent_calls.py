@@ -1,4 +1,4 @@
-"""What is called in the process of an agent's function, beside it. It imports little, see `support.calls.server`."""
+"""Calls agents in the process of the user's functions. Imports few modules, see `support.calls.server`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.support.calls.server import WrongValue
 
 
 class Harness:
-    """An agent's function as it is sent to its process, which imports `openai` before the first call's time runs."""
+    """An agent's function, in the form sent to its process. Imports `openai` before the time of the first call runs."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
@@ -30,14 +30,14 @@ class Harness:
             import openai  # noqa: F401
 
     def __call__(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Call the function for a row; a coroutine where it is one."""
+        """Call the function for a row; return its result, or a coroutine for a coroutine function."""
         function = self.function
         given = accepted(function, {"row": dict(row), "base_url": base_url, "api_key": api_key})
         if not self._takes_client:
             return function(**given)
         import openai
 
-        # the loopback speaks no TLS, whose certificates take long to read, and no proxy may see the key
+        # no TLS on the loopback interface, since reading certificates takes long; and no proxy, which would see the key
         plain: dict[str, Any] = {"verify": False, "trust_env": False}
         to_server: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
         if not _is_coroutine(function):
@@ -56,12 +56,12 @@ def call_agent(harness: Harness, state: object, row: Mapping[str, Any], base_url
 
 
 def _is_coroutine(function: Any) -> bool:
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # the function inside a partial
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def checked_outcome(value: Any, *call: object) -> tuple[float, dict[str, float]]:
-    """The reward, and its components; `WrongValue` for what is none."""
+    """Return the reward and its components; raise `WrongValue` for an invalid result of an agent."""
     if not isinstance(value, Mapping):
         return (0.0 if value is None else finite_number(value)), {}
     if not all(isinstance(name, str) for name in value):
@@ -75,13 +75,13 @@ ADDRESS, STOP, POLL_S = "address.json", "stop", 0.05
 
 @dataclass(frozen=True)
 class EndpointCall:
-    """The agent of `lab.serve()`: it tells the kernel where the server is, and waits until that says stop.
+    """The agent of `lab.serve()`: it tells the kernel the server's address, and waits until the kernel says stop.
 
-    folder: private, of the kernel with process id `kernel`. Where that process or the folder is gone, it stops."""
+    folder: a private folder of the kernel. kernel: its process id. The agent also stops if either of them is gone."""
 
     folder: str
     kernel: int
-    records = False  # nothing that is answered is part of a row
+    records = False  # answers do not become part of a row
 
     def __call__(self, base_url: str, api_key: str) -> None:
         import psutil
@@ -97,7 +97,7 @@ class EndpointCall:
 
 
 def read_address(folder: Path) -> tuple[str, str] | None:
-    """The URL and the key, once they are known."""
+    """Return the server's URL and key; None if they are not yet known."""
     try:
         found = json.loads((folder / ADDRESS).read_text())
     except FileNotFoundError:

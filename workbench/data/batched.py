@@ -1,4 +1,4 @@
-"""Reward functions that are given many rows at once: `@wb.batched(over="group")`."""
+"""`@wb.batched(over="group")`: reward functions that score many rows in one call."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Over = Literal["batch", "group"]
 
 @checked_call("wb.batched")
 def batched(*, over: Over = "batch") -> Callable[[F], F]:
-    """A decorator of reward and cost functions that are called once with all rows, of the batch or of a prompt.
+    """Decorate a reward or cost function that is called once with all rows of the batch, or of a prompt.
 
         @wb.batched(over="group")
         def distinct(prompt, response, **row):
             return [1 / response.count(one) for one in response]
 
-    Every argument is a list with a value a row, in the order of the batch; it returns a list with a score a row.
-    over: "batch", all rows of the batch, on however many ranks they lie; "group", the rows of one prompt, a call each.
-    Rows whose response failed are not among them. Where a call fails, all its rows have failed.
+    Every argument is a list with one value per row, in the order of the batch; the function returns one score per row.
+    over: "batch": one call with all rows of the batch, from all ranks; "group": one call for the rows of each prompt.
+    Rows whose response failed are left out. If a call fails, all its rows have failed.
     """
     return marked(NAME, over, "batched")
 
 
 def over_of(function: Any) -> Over | None:
-    """Over what a function is called, or the one that a partial calls; None: a row at a time."""
+    """Return the `over` of a function, or of a partial's function; None: the function is called for each row."""
     found: Over | None = mark_of(function, NAME)
     return found

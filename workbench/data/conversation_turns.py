@@ -1,4 +1,4 @@
-"""What passes between the loop of conversations and their environments."""
+"""The messages between the rollout loop and the environments, and the replay of earlier turns to an environment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workbench.support.fingerprint import fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the policy said in one turn of row `row`, the ending included.
+    """The policy's tokens in one turn of row `row`, with the end token.
 
-    lead_ids: the tokens between the policy's turn before and this one.
+    lead_ids: the tokens between the policy's previous turn and this one.
     """
 
     row: int
@@ -30,8 +30,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """A turn that an environment has answered before, for one that is told it again. ids, lead_ids: as of `Turn`.
-    reward, observed: what it gave, see `Reply`."""
+    """An answered turn, to be replayed to a new environment. ids, lead_ids: as `response_ids`, `lead_ids` of `Turn`.
+    reward, observed: from the first answer, see `Reply`."""
 
     ids: list[int]
     lead_ids: Sequence[int]
@@ -41,12 +41,12 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an environment answered to one turn, or to `reset`: tokens of its observation, reward, whether it is over.
+    """The answer of an environment to one turn, or to `reset`: tokens of its observation, reward, whether it is over.
 
-    prompt_ids: the prompt that `reset` made of messages, in place of the row's. limit: what the conversation ran out
-    of, so that it ends, although the environment has not said so. again: the conversation is to begin again, with a new
-    environment. failure: why it ends instead. observed: `digest` of the observation. summary_ids: what the
-    function of `Context.summary` returned, where it was asked.
+    prompt_ids: the prompt from messages of `reset`, which replaces the row's. limit: the limit that ends the
+    conversation, although the environment has not ended it. again: the conversation must begin again, with a new
+    environment. failure: the error that ends the conversation. observed: `digest` of the observation. summary_ids: the
+    result of `Context.summary`'s function, if it was called.
     """
 
     observation_ids: list[int] = field(default_factory=list)
@@ -65,8 +65,8 @@ RULE = "its answers must follow from sample_seed and the turns"
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """A turn that an environment was told before. text, more: what its `step` gets, see `Environments.arguments`.
-    reward, done: what it gave. observed: `digest` of what it answered; "": not known, and not compared."""
+    """A turn to replay to an environment. text, more: the arguments of `step`, see `Environments.arguments`. reward,
+    done: from the first answer. observed: `digest` of its observation; "": unknown, and not compared."""
 
     text: str
     more: Mapping[str, Any]
@@ -76,18 +76,18 @@ class Said:
 
 
 def digest(observation: Any) -> str:
-    """A short text for a text or messages, equal in every process."""
+    """Return a short hash of a text or messages that is equal in every process."""
     return fingerprint(observation or None)[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Makes environments that begin behind earlier turns, in place of `make`: their `reset` is that of a new one, from
-    the same `sample_seed`, and tells it these turns. It returns None, since the prompt has what was said.
+    """Replaces `make`: makes environments that begin after earlier turns. Their `reset` resets a new environment with
+    the same `sample_seed`, and replays the turns to it. It returns None, because the prompt already has the turns.
 
-    An environment that answers otherwise than before (another observation or reward, or another end) is not decided by
-    its seed and by what it is told: what comes behind would be another conversation's. Its `reset` raises, and its row
-    fails. began: `digest` of what its `reset` gave, as of `Said.observed`.
+    If the environment answers differently than before (another observation, reward or end), its answers depend on more
+    than its seed and the turns, and continuations would belong to another conversation. Then `reset` raises, and the
+    row fails. began: `digest` of the result of the first `reset`; "": not compared.
     """
 
     make: Callable[[], Any]
@@ -96,7 +96,7 @@ class Resumed:
     began: str = ""
 
     def __getattr__(self, name: str) -> Any:
-        """What is said of `make` holds here too: its name, limits, format of tool calls."""
+        """Return attributes of `make`, such as its name, limits and tool format."""
         if name == "make" or (name.startswith("__") and name not in (LIMITS, "__name__", "__qualname__", "__module__")):
             raise AttributeError(name)
         return getattr(self.make, name)
@@ -107,7 +107,7 @@ class Resumed:
 
         def reset(**row: Any) -> Any:
             if own is None:
-                del environment.reset  # the class's again
+                del environment.reset  # restores the method of the class
             else:
                 environment.reset = own
             return _run(self._replay(environment, {**row, "sample_seed": self.sample_seed}))
@@ -116,7 +116,7 @@ class Resumed:
         return environment
 
     def _replay(self, environment: Any, row: Mapping[str, Any]) -> Generator[Any, Any, None]:
-        """The calls of its methods, one after the other; what they gave, or a coroutine of it, is sent in."""
+        """Yield calls of the environment's methods. Each result, or a coroutine's awaited result, is sent in."""
         state = {0: environment}
         first, _ = yield user_functions.reset(lambda: environment, state, 0, row)
         if self.began and digest(first) != self.began:
@@ -140,13 +140,13 @@ def resume(
     make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapping[str, Any], said: Sequence[Said],
     began: str = "",
 ) -> Any:  # fmt: skip
-    """Make the environment of a row behind earlier turns; as `user_functions.reset`."""
+    """Make the environment of a row, and replay earlier turns to it. Returns as `user_functions.reset` does."""
     resumed = Resumed(make=make, sample_seed=values["sample_seed"], said=said, began=began)
     return user_functions.reset(resumed, state, row, values)
 
 
 def _run(calls: Generator[Any, Any, None]) -> Any:
-    """Make calls one after the other: at once, or, from the first coroutine on, in a coroutine."""
+    """Make the calls one after the other; from the first coroutine on, return a coroutine for the remaining calls."""
     value = None
     with suppress(StopIteration):
         while True:

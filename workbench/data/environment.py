@@ -1,4 +1,4 @@
-"""Environments for multi-turn rollouts: written by a user, one for each sample, run in the actor's processes.
+"""Environments for multi-turn rollouts: written by the user, one for each sample, run in the actor's processes.
 
     class Calculator:
         def reset(self, prompt, **row):               # optional: messages, a text before the first turn, or None
@@ -8,27 +8,27 @@
             ...
             return "= 42\\n", 0.5, False              # observation, reward of this turn, whether it is over
 
-The text of a turn has no special tokens. A `step` that needs them, such as marks of tool calls, asks for the turn by
-another name as well: `def step(self, response, raw_response)` gets the text with its special tokens,
+The text of a turn has no special tokens. A `step` that needs them, such as marks of tool calls, has a further
+parameter: `def step(self, response, raw_response)` gets the text with its special tokens, and
 `def step(self, response, response_ids)` its token ids. `def step(self, message)` gets the turn as a message, with
-reasoning and tool calls taken apart (`workbench.models.turn_messages`); a class says in `tool_format` in which format
-they are written, where that is not to be taken from the tokenizer. Functions, or their JSON schemas, that a class has
-in `tools` are shown to the model in a prompt of messages. `wb.Tools` is an environment that makes the calls.
+reasoning and tool calls parsed (`workbench.models.turn_messages`); the class attribute `tool_format` names the format
+of tool calls, if it differs from the tokenizer's. Functions, or JSON schemas, in the class attribute `tools` are shown
+to the model in a prompt of messages. `wb.Tools` is an environment that executes the calls.
 
-`generate_sequences(batch, environment=Calculator, max_turns=4, stop=("=",))` makes one for each sample. A turn ends as
-responses do: at EOS or at a stop. The observation's tokens are appended to the response, and the policy goes on from
-there, until the environment says that it is over, or turns, tokens, seconds or tool calls run out (`Sampling`). While
-an environment answers, other conversations go on. `reset` is given `prompt`, those other columns of the row that it
-takes by name, and `sample_seed`, a number of this sample's own to draw from. `async def` works for both; all coroutines
-of a rank share one event loop. An environment with `close()` has it called at the end; an error there is a warning, and
-the rollout is kept.
+`generate_sequences(batch, environment=Calculator, max_turns=4, stop=("=",))` makes one for each sample. A turn ends
+like a response: at EOS or at a stop string. The observation's tokens are appended to the response, and the policy
+continues from there, until the environment says that it is over, or turns, tokens, seconds or tool calls run out
+(`Sampling`). While an environment answers, other conversations continue. `reset` gets `prompt`, the other columns of
+the row for which it has parameters, and `sample_seed`, a number of this sample for random choices. Both methods may be
+coroutines; all coroutines of a rank share one event loop. An environment's `close()`, if it has one, is called at the
+end; an error there becomes a warning, and the rollout is kept.
 
-Messages that `reset` returns are the conversation's prompt, in place of the row's: the chat template renders them, and
-the column `prompt_ids` has the result. A text comes behind the row's prompt, where the policy goes on from it.
+Messages that `reset` returns replace the row's prompt: the chat template renders them, and the column `prompt_ids` has
+the result. A text is appended to the row's prompt, and the policy continues from it.
 
-observation: a text, put in as it stands; or messages such as [{"role": "tool", "content": "42"}], which the chat
-template renders with all that comes between two turns; or None. Special tokens that they spell, such as "<|im_end|>",
-are text, unless the class has `control_tokens = True`: then it may write turns itself.
+observation: a text, inserted unchanged; or messages such as [{"role": "tool", "content": "42"}], which the chat
+template renders with everything between two turns; or None. Special tokens that they spell, such as "<|im_end|>", are
+text, unless the class has `control_tokens = True`: then the environment may write turns itself.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ RULES = {
     "close": "",
     "summary": "the function of Context.summary returns a text",
 }
-LOOK_S = 0.002  # between two looks at several processes, while nothing is decoded
+LOOK_S = 0.002  # the time between polls of several processes, while nothing is decoded
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One under way of an environment. room: see `Environments.begin`. last: token of the turn that it answers."""
+    """A running call of an environment. room: see `Environments.begin`. last: the last token of the answered turn."""
 
     method: str
     room: int = 0
@@ -80,7 +80,7 @@ class _Call:
 
 @dataclass(kw_only=True)
 class _Process:
-    """Environments in one process. made: rows whose environments are in it. open: calls under way, by row."""
+    """The environments in one process. made: the rows of these environments. open: the running calls, by row."""
 
     calls: UserCalls
     concurrency: int
@@ -92,13 +92,13 @@ class _Process:
 class Environments:
     """The environments of one rank's rows, for one call of `generate_sequences`.
 
-    rows: what each `reset` is given. max_model_tokens: longest prompt and response. calls: of the functions of this
-    role, of each process: row i has its environment in process i modulo their number, so that the same seed has the
-    same neighbours again. where, row_numbers: for messages.
+    rows: the arguments of each `reset`. max_model_tokens: the longest prompt and response together. calls: the user
+    calls of each process of this role's functions. Row i has its environment in process i modulo their number, so that
+    the same seed gives it the same neighbours. where, row_numbers: for messages.
 
-    An environment that raises, runs out of time or gives something else than asked for fails alone: its reply has the
-    `RolloutError`, which names row, prompt and rank, or after fewer than `retries` failures asks for a new environment.
-    So do the others of a process that had to be killed, which counts as no failure of theirs.
+    An environment that raises, runs out of time or returns a wrong value fails alone: its reply has the `RolloutError`,
+    which names row, prompt and rank; up to `retries` failures of a row instead ask for a new environment
+    (`Reply.again`). After a process had to be killed, its other rows also begin again, without counting a failure.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Environments:
         self._max_model_tokens = max_model_tokens
         self._where, self._row_numbers = where, row_numbers
         self._processes = [_Process(calls=one, concurrency=sampling.concurrency) for one in calls]
-        self._asking: set[int] = set()  # rows whose environments ask for messages
+        self._asking: set[int] = set()  # rows whose environments take turns as messages
         self._sessions = contextlib.ExitStack()
-        self._given_up: set[int] = set()  # rows that have ended while their environment answers
+        self._given_up: set[int] = set()  # rows that ended while their environment was still answering
         self._begun_s: dict[int, float] = {}
-        self._calls_made = Counter[int]()  # of tools
+        self._calls_made = Counter[int]()  # tool calls of each row
         self._ready: list[tuple[int, Reply]] = []
         self._failures = Counter[int]()
         self._form = getattr(self._make, "tool_format", None)
@@ -134,16 +134,16 @@ class Environments:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While they are in use; at the end they are closed."""
+        """Keep the environments' processes open inside the block; close the environments at its end."""
         with self._sessions:
             for process in self._processes:
                 self._enter(process)
             try:
                 yield
             except BaseException:
-                self._close()  # the first error is the one to tell
+                self._close()  # ignores its errors: the first error is reported
                 raise
-            for error in self._close():  # a finished rollout is worth more than a tidy end
+            for error in self._close():  # only warnings, so that a finished rollout is kept
                 warnings.warn(f"{error} The rollout is kept.", RuntimeWarning, stacklevel=2)
 
     def _enter(self, process: _Process) -> None:
@@ -153,9 +153,9 @@ class Environments:
         return self._processes[row % len(self._processes)]
 
     def begin(self, row: int, room: int) -> None:
-        """Make that of a row; its reply has the tokens of its first text.
+        """Make the environment of a row; the reply will have the tokens of its first text.
 
-        room: tokens that the response has room for, of which that text leaves one at least.
+        room: the number of tokens that the response may have; the first text must leave at least one.
         """
         self._of(row).made.add(row)
         self._begun_s[row], self._calls_made[row] = time.monotonic(), 0
@@ -163,9 +163,9 @@ class Environments:
         self._submit(row, call, user_functions.reset, user_functions.checked_beginning, self._rows[row])
 
     def resume(self, row: int, told: Sequence[Told], began: str = "") -> None:
-        """Make that of a row, and tell it the turns before again; its reply is empty. Where it does not answer as it
-        did, its reply says `again`. began: `observed` of the reply with which it began."""
-        with contextlib.suppress(BadInput):  # turns of a tokenizer whose calls cannot be read have no messages
+        """Make the environment of a row, and replay earlier turns to it; its reply is empty, or has `again` if it
+        answers differently than before. began: `observed` of the reply to its first `reset`."""
+        with contextlib.suppress(BadInput):  # if the tokenizer's tool calls cannot be read, turns have no messages
             self._reader  # noqa: B018
             self._asking.add(row)
         said = []
@@ -182,9 +182,9 @@ class Environments:
         )
 
     def say(self, turn: Turn) -> None:
-        """Tell that of a row what the policy said."""
+        """Give the environment of a row the policy's turn."""
         row = turn.row
-        if row not in self._of(row).made:  # it went with its process
+        if row not in self._of(row).made:  # the environment was lost with its process
             self._ready.append((row, Reply(again=True)))
             return
         text, more = self.arguments(turn)
@@ -197,7 +197,7 @@ class Environments:
         self._submit(row, call, user_functions.step, user_functions.checked_reply, text, more)
 
     def summarize(self, row: int, function: Callable[..., Any], context_ids: Sequence[int]) -> None:
-        """Have a function summarize a context, in the process of a row's environment; see `Context.summary`."""
+        """Call a function that summarizes a context in the process of a row's environment; see `Context.summary`."""
         if row not in self._of(row).made:
             self._ready.append((row, Reply(again=True)))
             return
@@ -206,7 +206,7 @@ class Environments:
         self._submit(row, call, user_functions.summarize, user_functions.checked_summary, function, text)
 
     def arguments(self, turn: Turn) -> tuple[str, dict[str, Any]]:
-        """What `step` gets of a turn: its text, and what it may ask for by name."""
+        """Return the arguments of `step` for a turn: its text, and further values by parameter name."""
         ids = turn.response_ids
         more: dict[str, Any] = dict(zip(user_functions.RAW_RESPONSE, (self._tokenizer.decode(ids), ids), strict=True))
         if turn.row in self._asking or self._sampling.max_calls is not None:
@@ -214,13 +214,13 @@ class Environments:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)), more
 
     def replies(self, wait_s: float) -> list[tuple[int, Reply]]:
-        """The replies that have come, with their rows; waits until one has, or the time is over."""
+        """Return the replies that have come, as (row, reply); wait for the first one, at most `wait_s`."""
         alone, until_s = len(self._processes) == 1, time.monotonic() + wait_s
         while True:
             for process in self._processes:
                 if process.open:
                     self._poll(process, wait_s if alone and not self._ready else 0.0)
-                if self._sampling.max_seconds is not None:  # thousands may be open
+                if self._sampling.max_seconds is not None:  # else skip the scan: thousands of calls may be open
                     self._give_up_late(process)
             if self._ready or alone or time.monotonic() >= until_s:
                 replies, self._ready = self._ready, []
@@ -234,7 +234,7 @@ class Environments:
             self._ready.append((row, Reply(limit="max_seconds")))
 
     def _limit(self, row: int) -> Literal["max_seconds", "max_calls"] | None:
-        """What a conversation has run out of."""
+        """Return the limit that a conversation has reached; None: no limit."""
         if self._is_late(row):
             return "max_seconds"
         most = self._sampling.max_calls
@@ -252,7 +252,7 @@ class Environments:
         process.session.submit(invoke, finish, {row: (row, *arguments)}, concurrency=process.concurrency)
 
     def _poll(self, process: _Process, wait_s: float) -> None:
-        """Take in what calls gave, and begin anew where their process had to be killed."""
+        """Collect the results of calls. If their process was killed, start a new one, and let its rows begin again."""
 
         def done(row: int, value: Any) -> None:
             if row in self._given_up:
@@ -262,7 +262,7 @@ class Environments:
         process.session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
         if process.session.alive:
             return
-        # where it is not known which call ended the process, the next time it is
+        # if it is unknown which call ended the process, make one call at a time, so that it is known next time
         process.concurrency = 1 if process.session.begun else self._sampling.concurrency
         self._ready += [(row, Reply(again=True)) for row in process.open]
         process.open.clear()
@@ -309,7 +309,7 @@ class Environments:
         raise self._error("reset", row, why)
 
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
-        """The prompt of a conversation that begins with messages."""
+        """Return the reply with the prompt for a conversation that begins with messages."""
         with self._as_failure("reset", row):
             said, tools = self._said((messages, [] if self._shown else self._tools))
             prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, said, tools, self._form))
@@ -336,7 +336,7 @@ class Environments:
 
     @contextlib.contextmanager
     def _as_failure(self, method: str, row: int) -> Iterator[None]:
-        """What the chat template or the tokenizer raises for messages fails their row alone."""
+        """Inside the block, turn errors of chat template and tokenizer into a failure of this row alone."""
         try:
             yield
         except BadInput as problem:
@@ -351,11 +351,11 @@ class Environments:
         return encoded(self._tokenizer, self._said(text)) if text else []
 
     def _said(self, value: Value) -> Value:
-        """What an environment says, with its control tokens as text, unless its class has others."""
+        """Mark control tokens in an environment's text or messages as text, unless its class has `control_tokens`."""
         return value if self._control else as_text(self._tokenizer, value)
 
     def _close(self) -> list[RolloutError]:
-        """Close those that are in use; what that raised."""
+        """Close the environments in use; return the errors."""
         errors = list[RolloutError]()
 
         def failed(row: int, why: CallFailed) -> None:
@@ -363,7 +363,7 @@ class Environments:
 
         for process in self._processes:
             process.session.abandon()
-            if process.made and process.session.alive:  # those of a process that was killed are gone
+            if process.made and process.session.alive:  # environments of a killed process are gone
                 process.session.each(
                     user_functions.close, user_functions.nothing, {row: (row,) for row in sorted(process.made)},
                     concurrency=process.concurrency, timeout_s=self._sampling.call_timeout_s,
@@ -372,7 +372,7 @@ class Environments:
         return errors
 
     def _failed(self, row: int, error: RolloutError) -> Reply:
-        """A failure of a row: it begins again, or ends."""
+        """Count a failure of a row; return the reply that begins the row again or ends it."""
         self._failures[row] += 1
         if self._failures[row] <= self._sampling.retries:
             return Reply(again=True)

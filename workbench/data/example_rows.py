@@ -1,5 +1,5 @@
-"""What a row of a data set says: a prompt and its answer (a demonstration), the same with a rating (feedback), or a
-prompt and two answers (a pair)."""
+"""Reads rows of a data set as examples: a prompt and its answer (a demonstration), the same with a rating (feedback),
+or a prompt and two answers (a pair)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row, read.
+    """The content of one row.
 
-    prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
-    one. turns: of each answer, its messages where they are more than a text. margin: of a pair, by how
-    much more the chosen answer is preferred; None where the row does not say. desirable: of feedback, whether the
-    answer was rated as good. tools: the row's own, see `row_tools`.
+    prompt: a text, or the messages before the answer. answers: the response; for a pair, the chosen and the rejected
+    answer. turns: for each answer its messages, if they are more than a text. margin: for a pair, how much more the
+    chosen answer is preferred; None if the row has no margin. desirable: for feedback, whether the answer was rated as
+    good. tools: the row's own tools, see `row_tools`.
     """
 
     prompt: Conversation
@@ -43,13 +43,13 @@ class Example:
 
 
 def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
-    """The demonstration of a row: what the assistant says is learned, in a conversation each of its turns behind the
+    """Read a row as a demonstration: the assistant's text is learned; in a conversation, each of its turns after the
     first message.
 
         {"prompt": text or messages, "response": text or messages}     also "question"; also "completion", "answer"
         {"messages": [..., {"role": "assistant", ...}]}
 
-    rated: of feedback, whose answer is the last one. where: the row's place, for errors. Raises `BadInput`.
+    rated: read feedback, whose answer is the last message only. where: the row's place, for errors. Raises `BadInput`.
     """
     prompt = next((name for name in PROMPTS if name in row), None)
     response = next((name for name in RESPONSES if name in row), None)
@@ -70,8 +70,8 @@ def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
 
 
 def feedback(row: Row, where: str) -> Example:
-    """The rated answer of a row, of messages the last one: what `demonstration` reads, and "label" (or "desirable"),
-    true or false (1 or 0), whether the answer is good.
+    """Read a row as a rated answer (the last message of a conversation): like `demonstration`, with a "label" (or
+    "desirable") that says whether the answer is good: true or false (1 or 0).
 
         {"prompt": text or messages, "completion": text, "label": true}
 
@@ -89,13 +89,13 @@ def feedback(row: Row, where: str) -> Example:
 
 
 def pair(row: Row, where: str) -> Example:
-    """The preference pair of a row.
+    """Read a row as a preference pair.
 
         {"prompt": text or messages, "chosen": text, "rejected": text}
-        {"chosen": text, "rejected": text}                 whole dialogues: what they share at first is the prompt
+        {"chosen": text, "rejected": text}                 whole dialogues: their common beginning is the prompt
         {"chosen": messages, "rejected": messages}         the same
 
-    An answer after a prompt may also be given as one message of the assistant. Optional: "margin", a number.
+    With a prompt, an answer may also be one message of the assistant. Optional: "margin", a number.
     Raises `BadInput`, with the row's place.
     """
     missing = [name for name in ("chosen", "rejected") if name not in row]
@@ -125,7 +125,7 @@ def pair(row: Row, where: str) -> Example:
         return Example(prompt=chosen[:start], answers=(chosen[start:], rejected[start:]), margin=margin)
     turns = [_messages(row[name], where, name) for name in ("chosen", "rejected")]
     shared = _shared(*turns)
-    # equal dialogues share their answer too: it is no part of the prompt
+    # equal dialogues have the answer in common as well; it does not belong to the prompt
     shared = min(shared, len(turns[0]) - 1, len(turns[1]) - 1)
     if shared < 1 or any(len(t) != shared + 1 or t[-1]["role"] != "assistant" for t in turns):
         raise BadInput(
@@ -142,9 +142,9 @@ def _pair(prompt: Conversation, both: Sequence[tuple[str, Sequence[Message]]], m
 
 
 def dialogue(text: str) -> list[Message] | None:
-    """The messages of a text whose turns begin with "\\n\\nHuman:" and "\\n\\nAssistant:"; None if it is no such text.
+    """Return the messages of a text whose turns begin with "\\n\\nHuman:" and "\\n\\nAssistant:"; None for other texts.
 
-    Source of the form: HH-RLHF, Bai et al. 2022, https://arxiv.org/abs/2204.05862.
+    Source of the format: HH-RLHF, Bai et al. 2022, https://arxiv.org/abs/2204.05862.
     """
     opening, *turns = _TURN.split(text)
     if opening.strip() or not turns:
@@ -155,7 +155,7 @@ def dialogue(text: str) -> list[Message] | None:
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Where the answers begin: behind the last "Assistant:" that both share, else behind the last shared space."""
+    """Return where the answers begin: after the last common "Assistant:", else after the last common white space."""
     shared = chosen[: _shared(chosen, rejected)]
     turns = list(_TURN.finditer(shared))
     answers = [turn.end() for turn in turns if turn[1] == "Assistant"]
@@ -165,7 +165,7 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Return the length of the common beginning of two sequences."""
     return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
 
 
@@ -178,13 +178,13 @@ def _prompt(value: Any, where: str, column: str) -> Conversation:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is a number that a float32 holds."""
+    """Whether a value is a number that a float32 can hold."""
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= FLOAT32_MAX
 
 
 def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tuple[str, Sequence[Message]]:
-    """See `_said`. value: a text, which may be empty, or one message of the assistant. several: or more, see
-    `demonstration`."""
+    """Read an answer, see `_said`. value: a text, which may be empty, or one message of the assistant. several: allow
+    more messages, see `demonstration`."""
     if isinstance(value, str):
         return value, ()
     messages = _messages(value, where, column)
@@ -194,7 +194,7 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
 
 
 def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
-    """The text of an answer, and its messages where they are more than that."""
+    """Return the text of an answer, and its messages if they have more than the text; else ()."""
     roles = [message["role"] for message in messages]
     if {roles[0], roles[-1]} != {"assistant"}:
         wrong = next(role for role in (roles[-1], roles[0]) if role != "assistant")

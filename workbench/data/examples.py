@@ -53,9 +53,9 @@ ANSWERS: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """One row as token ids. An answer ends as a rollout does that came to its end: with the end of a turn in the chat
-    template where it goes through that, else with EOS. Of several turns it has the tokens that a rollout with an
-    environment has. learned: of the first answer, which tokens are the assistant's."""
+    """One row as token ids. An answer ends like a finished rollout: with the chat template's end of a turn if the
+    template renders it, else with EOS. An answer of several turns has the same tokens as a rollout with an environment.
+    learned: for each token of the first answer, whether it is the assistant's."""
 
     example: Example
     prompt_ids: list[int]
@@ -64,35 +64,34 @@ class Tokenized:
 
     @property
     def prompt(self) -> str:
-        """Its text, of messages that of the last."""
+        """The text of the prompt; for messages, the text of the last message."""
         given = self.example.prompt
         return given if isinstance(given, str) else str(given[-1]["content"])
 
     @property
     def tokens(self) -> int:
-        """Of the prompt with its longest answer."""
+        """The number of tokens of the prompt and its longest answer."""
         return len(self.prompt_ids) + max(map(len, self.answer_ids))
 
 
 class Examples(EpochRows[Tokenized]):
-    """All rows of a source, tokenized once; what is handed out is decided by the seed alone.
+    """All rows of a source, tokenized once. Only the seed decides the order in which they are drawn.
 
-    source: see `read_rows`. kind: what its rows are, see `demonstration`, `feedback` and `pair`.
-    max_tokens: of prompt and answer together. overlong: what becomes of a longer row: "filter" drops it; "cut" takes
-        tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
+    source: see `read_rows`. kind: the kind of its rows, see `demonstration`, `feedback` and `pair`.
+    max_tokens: for prompt and answer together. overlong: how to treat a longer row: "filter" drops it; "cut" removes
+        tokens from the front of the prompt (BOS stays), and drops the row only if its answer alone is too long;
         "error" raises `BadInput`. Both answers of a pair keep the same prompt.
-    held_out: rows that are never handed out for training. Rows with equal prompts are on the same side.
-    chat: whether texts go through the chat template, or a `wb.ChatFormat(...)`, with which they do; None: if the
-        tokenizer has one. A prompt in the form of HH-RLHF ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
-
+    held_out: the number of rows that are never drawn for training. Rows with equal prompts stay together.
+    chat: whether the chat template renders texts, or a `wb.ChatFormat(...)` for it; None: if the tokenizer has a
+        template. A prompt in HH-RLHF's format ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
     control_tokens: whether "<|im_end|>" and the like in a row are control tokens; None: only with chat=False, for texts
-        that a template has written already. Else they are text, and `with_control_tokens` counts such rows.
-    bad_rows: "error": a row of another kind raises `BadInput`; "skip": it is left out, and `skipped` lists its
+        that a template has already rendered. Else they are text, and `with_control_tokens` counts such rows.
+    bad_rows: "error": a row of another kind raises `BadInput`; "skip": the row is left out, and `skipped` lists its
         place and the reason.
 
-    Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows. `unread`: what rows
-    have that the chat template leaves out.
-    Raises `BadInput` for a row that is none of its kind, with its place in the source.
+    Pairs with equal answers are dropped, because nothing can be learned from them. `dropped`, `cut`, `equal` count
+    rows. `unread`: parts of rows that the chat template ignores. Raises `BadInput`, with the row's place, for a row of
+    another kind.
     """
 
     @checked_call("examples")
@@ -136,10 +135,10 @@ class Examples(EpochRows[Tokenized]):
         super().__init__(self.training, seed=seed, shuffle=shuffle, called=kind)
 
     def table(self, rows: Sequence[Tokenized]) -> Table:
-        """The rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
-        demonstrations also `response_mask`, 1 where a token is the assistant's; for feedback `desirable`, and
-        `mismatched_ids`: the answer of the row before (of the last one for the first), cut where it is too long for
-        this row's prompt, which KTO's reference point is estimated from; `margin` where the rows have one."""
+        """Return the rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
+        demonstrations `response_mask`, 1 on the assistant's tokens; for feedback `desirable`, and `mismatched_ids`, for
+        KTO's reference point: the answer of the previous row (for the first row, of the last), cut if it is too long
+        for this row's prompt; `margin` if the rows have margins."""
         table: Table = {
             "prompt": [row.prompt for row in rows],
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
@@ -155,7 +154,7 @@ class Examples(EpochRows[Tokenized]):
             cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
             table["mismatched_ids"] = Ragged.of(cut, torch.int64)
             table["desirable"] = torch.tensor([row.example.desirable for row in rows])
-        if self.training and self.training[0].example.margin is not None:  # all rows have one, or none
+        if self.training and self.training[0].example.margin is not None:  # all rows have a margin, or none has
             table["margin"] = torch.tensor([float(row.example.margin or 0) for row in rows])
         return table
 
@@ -165,7 +164,7 @@ class Examples(EpochRows[Tokenized]):
 
     @property
     def summary(self) -> str:
-        """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
+        """One line about the rows that were read, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
         told = [f"{len(self.training)} {self.kind}"]
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
         told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.with_control_tokens)
@@ -182,20 +181,20 @@ class Examples(EpochRows[Tokenized]):
         return [[len(ids), *ids] for ids in (row.prompt_ids, *row.answer_ids)]
 
     def _all(self, rows: Rows) -> list[Tokenized]:
-        """Those that are kept."""
+        """Return the rows that are kept, tokenized."""
         found = list[Tokenized]()
         for i, row in enumerate(rows):
             try:
                 example = replace(_READ[self.kind](row, rows.where(i)), tools=row_tools(row))
                 found += filter(None, [self._fit(example, rows.where(i))])
             except BadInput as error:
-                if not error.value.startswith(rows.where(i)):  # of a template
+                if not error.value.startswith(rows.where(i)):  # an error of the chat template
                     error.value = f"{rows.where(i)}: {error.value}"
                 self.skipped.add(error)
         return found
 
     def _fit(self, example: Example, where: str) -> Tokenized | None:
-        """The row with its token ids, its prompt cut where asked for; None where it is dropped."""
+        """Return the row's token ids, with the prompt cut if `overlong` says so; None if the row is dropped."""
         tokenized = self._tokenize(example)
         if len(tokenized.answer_ids) > 1 and tokenized.answer_ids[0] == tokenized.answer_ids[1]:
             self.equal += 1
@@ -241,18 +240,18 @@ class Examples(EpochRows[Tokenized]):
 
     @functools.cached_property
     def _formats(self) -> tuple[AnswerFormat, AnswerFormat]:
-        """Of the first answer of a row, and of later turns, which have no arguments of the template and no prefill."""
+        """The formats of a row's first answer, and of later turns, which get no template arguments and no prefill."""
         chat = self._chat if isinstance(self._chat, ChatFormat) else ChatFormat()
         return AnswerFormat(self._tokenizer, chat.arguments, chat.prefill), AnswerFormat(self._tokenizer)
 
     def _plain(self, answer: str) -> tuple[list[int], list[bool]]:
         ids, eos = encoded(self._tokenizer, answer), self._tokenizer.eos_token_id
-        # a text that was rendered before may have its end already
+        # a text that was rendered earlier may already have its end token
         ids = ids if ids and ids[-1] in (eos, self._turn_end) else [*ids, eos]
         return ids, [True] * len(ids)
 
     def _turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation from an answer on, and which are the assistant's."""
+        """Return the token ids of messages that begin with an answer, and for each whether it is the assistant's."""
         (first, later), ids, learned, between = self._formats, list[int](), list[bool](), list[Message]()
         for message in messages:
             if message["role"] != "assistant":
@@ -275,12 +274,12 @@ class Examples(EpochRows[Tokenized]):
 
 
 def _split(rows: list[Tokenized], held_out: int, seed: int) -> tuple[list[Tokenized], list[Tokenized]]:
-    """(held out, for training), in the source's order: whole groups of equal prompts, drawn by the seed."""
+    """Return (held out, for training), each in the source's order. The seed draws whole groups of equal prompts."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(tuple(row.prompt_ids), []).append(i)
     ordered, apart = list(groups.values()), set[int]()
-    # the seed's second number is no epoch: the split is not the order of one
+    # three numbers, so that the split does not equal the order of an epoch, which has two
     for g in np.random.default_rng([seed, 0, 1]).permutation(len(ordered)):
         if len(apart) + len(ordered[g]) <= held_out:
             apart.update(ordered[g])
@@ -289,14 +288,14 @@ def _split(rows: list[Tokenized], held_out: int, seed: int) -> tuple[list[Tokeni
 
 @checks_calls("examples")
 class ExampleStream:
-    """Draws batches of demonstrations, feedback or pairs, in an order that only the seed decides.
+    """Draws batches of demonstrations, feedback or pairs, in an order that depends only on the seed.
 
         pairs = lab.pairs("pairs.jsonl", held_out=200)
         batch = pairs.next(64)
         lab.reward.compute_pair_rewards(pairs.held_out)
         lab.last_metrics["compute_pair_rewards"]  # the accuracy on them
 
-    options: as of `Examples`. first: its state before anything was drawn. len() is the number of rows in one epoch.
+    options: see `Examples`. first: the state before the first draw. len() is the number of rows in one epoch.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class ExampleStream:
         self.first = self.state
 
     def next(self, n: int) -> Batch:
-        """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
+        """Draw the next n rows for training as a batch, and begin an iteration. Columns: see `Examples.table`."""
         if self.examples.kind == "feedback" and n == 1:
             raise BadInput(
                 "a batch of one row of feedback",
@@ -322,11 +321,11 @@ class ExampleStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where it stands, and of what, as plain values."""
+        """The kind, position and identity of the rows, as plain values."""
         return {"kind": self.examples.kind, "drawn": self.drawn, "examples": self.examples.state_dict()}
 
     def take_up(self, state: Mapping[str, Any]) -> bool:
-        """Go on where a stream of the same rows stood; whether `state` is of one."""
+        """Continue from `state` if it belongs to a stream of the same rows. Return whether it does."""
         now = {**self.examples.state_dict(), "position": state["examples"]["position"]}
         if state["kind"] != self.examples.kind or state["examples"] != now:
             return False
@@ -336,10 +335,10 @@ class ExampleStream:
 
     @functools.cached_property
     def held_out(self) -> Batch:
-        """All rows that are held out, as one batch."""
+        """All held-out rows, as one batch."""
         if not self.examples.held_out:
             raise BadInput(f"{self!r}", "no rows are held out", f"lab.{self.examples.kind}(..., held_out=200)")
-        # of no iteration: what is measured on it is reported under the one in which that is done
+        # without an iteration: metrics on this batch are reported under the iteration in which they are computed
         return self._put(self.examples.held_out, {})
 
     def _put(self, rows: list[Tokenized], meta: Mapping[str, int]) -> Batch:
@@ -350,13 +349,13 @@ class ExampleStream:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of its batches."""
+        """The names of the columns of its batches."""
         return (*self.examples.columns, "prompt_uid")
 
     @staticmethod
     def check(stream: ExampleStream, kind: Kind, rows: int, name: str = "rows") -> None:
-        """Raise `BadInput` unless `stream` draws rows of that kind, and can draw so many different ones. name: of the
-        field that says how many."""
+        """Raise `BadInput` unless `stream` draws rows of that kind, and has at least `rows` rows for training. name:
+        the name of the setting for `rows`."""
         if stream.examples.kind != kind:
             raise BadInput(f"{kind}={shown(stream)}", f"must be {kind}", f"make them with lab.{kind}(source)")
         whole(name, rows)
@@ -375,7 +374,7 @@ class ExampleStream:
         return repr(self.examples)
 
     def _repr_html_(self) -> str:
-        """The summary and the next three rows, which stay where they are."""
+        """Return the summary and the next three rows, without drawing them."""
         following = [self.examples.at(self.examples.position + i) for i in range(min(3, len(self)))]
         rows = [
             {name: short(text, 200) for name, text in zip(

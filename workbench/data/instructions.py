@@ -1,10 +1,9 @@
-"""Whether a response follows instructions that a program can check, in the columns of IFEval:
-`wb.verifiers.instructions`.
+"""`wb.verifiers.instructions`: checks whether a response follows instructions, given in the columns of IFEval.
 
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", https://arxiv.org/abs/2311.07911,
 table 1, and the authors' code, https://github.com/google-research/google-research/tree/master/instruction_following_eval.
-To add one: a function of the response and the arguments that its rows have, and its line in `INSTRUCTIONS`. Each takes
-a time that grows with the response's length, whatever the response is.
+To add an instruction, write a function of the response and the arguments in its rows, and a line in `INSTRUCTIONS`. The
+time of each function grows with the response's length, whatever the response is.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ def instructions(
     prompt: str, response: str, *, instruction_id_list: Sequence[str],
     kwargs: Sequence[Mapping[str, Any] | None] | None = None, **_: Any,
 ) -> float:  # fmt: skip
-    """The share of its instructions that a response follows, 0 to 1; at 1 it passes, as in IFEval's strict accuracy.
+    """Return the share of its instructions that a response follows, 0 to 1; 1 is a pass in IFEval's strict accuracy.
 
-    instruction_id_list, kwargs: the columns of IFEval (`google/IFEval`): which instructions, and the arguments of each;
-    an argument that is None counts as left out. `INSTRUCTIONS` has those that are known: all of IFEval but
-    "language:response_language", which takes a model.
+    instruction_id_list, kwargs: the columns of IFEval (`google/IFEval`): the names of the instructions, and the
+    arguments of each; an argument that is None counts as left out. `INSTRUCTIONS` has the known instructions: all of
+    IFEval but "language:response_language", which needs a model.
 
-    20 of the 24 are decided as the authors' code decides them: 13,931 decisions on IFEval's rows, for real and changed
-    answers, were compared. The other four are close. Sentences, and words in capitals, are counted by rules where
-    IFEval uses nltk: 93 % and 99 % of the counts are equal. "english_capital" and "english_lowercase" check the case
-    and not the language. A letter that is not of a to z is counted; the authors' code draws another one.
-    Keywords are taken literally, where IFEval reads them as regular expressions; its own rows have none.
-    Raises `BadInput` for an instruction that is not known, and for arguments that it does not take.
+    For 20 of the 24 instructions, all decisions equal those of the authors' code: 13,931 decisions on IFEval's rows,
+    for real and changed answers, were compared. The other four are close: sentences, and words in capitals, are counted
+    by rules where IFEval uses nltk, with 93 % and 99 % equal counts; "english_capital" and "english_lowercase" check
+    the case, but not the language. A letter outside a to z is counted; the authors' code draws another letter. Keywords
+    are taken literally; IFEval reads them as regular expressions, but its own rows have none. Raises `BadInput` for an
+    unknown instruction, and for wrong arguments.
     """
     response = checked("response", response, str)
     names = checked("instruction_id_list", instruction_id_list, Sequence[str])
@@ -80,7 +79,7 @@ def _compared(count: float, relation: str, limit: float) -> bool:
 
 
 def _occurrences(text: str, keyword: str) -> int:
-    """Also inside of words: "sun" occurs in "sunset"."""
+    """Count a keyword, also inside words: "sun" occurs in "sunset"."""
     return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
 
 
@@ -89,7 +88,7 @@ def _frequency(text: str, keyword: str, frequency: int, relation: str = "at leas
 
 
 def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
-    """As whole words."""
+    """Whether no forbidden word occurs as a whole word."""
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 
@@ -106,7 +105,7 @@ def _sentences(text: str, num_sentences: int, relation: str = "at least") -> boo
 
 
 def _between(text: str, divider: str) -> list[str] | None:
-    """The parts between dividers, without empty ones at the ends. None: an empty one in between."""
+    """Return the parts between dividers, without empty parts at the ends; None if another part is empty."""
     parts = [part.strip() for part in text.split(divider)]
     kept = [part for number, part in enumerate(parts) if part or 0 < number < len(parts) - 1]
     return kept if all(kept) else None
@@ -123,7 +122,7 @@ def _two_responses(text: str) -> bool:
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """The n-th is counted with empty paragraphs, their number without them."""
+    """Check the first word of a paragraph. nth_paragraph counts empty paragraphs; num_paragraphs does not."""
     parts = [part.strip() for part in text.split("\n\n")]
     filled = sum(bool(part) for part in parts)
     if filled != num_paragraphs or not 1 <= nth_paragraph <= filled or not parts[nth_paragraph - 1]:
@@ -133,7 +132,7 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
 
 
 def _placeholders(text: str, num_placeholders: int) -> bool:
-    """[...] on one line."""
+    """Count placeholders: [...] on one line."""
     found = 0
     for line in text.split("\n"):
         end = 0
@@ -143,7 +142,7 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-    """Anywhere in the response, with or without a space behind each point."""
+    """Find the marker anywhere in the response, with or without a space after each period."""
     marker = re.escape(postscript_marker.strip().lower()).replace(r"\.", r"\.\s?")
     return re.search(marker, text.lower()) is not None
 
@@ -153,7 +152,7 @@ def _bullets(text: str, num_bullets: int) -> bool:
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
-    """*...* and **...** on one line."""
+    """Count highlights: *...* and **...** on one line."""
     found = [one for stars in (r"\*", r"\*\*") for one in re.findall(rf"{stars}([^\n*]*){stars}", text)]
     return sum(bool(one.strip()) for one in found) >= num_highlights
 
@@ -173,7 +172,7 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    """<<...>> on one line, the widest one."""
+    """Find a title: the widest <<...>> on one line that is not empty."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
@@ -193,10 +192,10 @@ def _capital_words(text: str, capital_frequency: int, capital_relation: str = "a
 
 
 def sentence_count(text: str) -> int:
-    """Sentences end with ".", "!" or "?" before a space; what follows the last end is a sentence too.
+    """Count sentences. A sentence ends with ".", "!" or "?" before a space; the text after the last end also counts.
 
-    A point does not end a sentence behind an initial or a common abbreviation, or behind a number that a small letter
-    follows. Several points do not end one where a small letter follows.
+    A period does not end a sentence after an initial, a common abbreviation, or a number that a lower-case letter
+    follows. Several periods do not end a sentence if a lower-case letter follows.
     """
     tokens = list(re.finditer(r"\S+", text))
     ends, head = 0, True
@@ -207,7 +206,7 @@ def sentence_count(text: str) -> int:
 
 
 def _ends_sentence(token: str, following: str, head: bool) -> bool:
-    """following: the character after the space. head: the token is the first of its line."""
+    """Whether a token ends a sentence. following: the character after the space. head: the token begins its line."""
     inner = token.rstrip(PAUSES)
     if inner != token and inner[-1:] not in CLOSING:
         return False  # "etc.,"
@@ -220,13 +219,13 @@ def _ends_sentence(token: str, following: str, head: bool) -> bool:
     if word.isdigit():
         return not following.islower()
     if len(word) == 1 and word.isalpha():
-        return head  # "A. " of a list
+        return head  # "A. " in a list
     initials = all(len(part) == 1 and part.isalpha() for part in word.split("."))
     return not (initials or word in _ABBREVIATIONS)
 
 
 def capital_word_count(text: str) -> int:
-    """Words in capitals; "DON'T" and "IT'S" are two each, a word with hyphens is one."""
+    """Count words in capitals; "DON'T" and "IT'S" count as two each, a word with hyphens as one."""
     return sum(word.isupper() for word in _TOKEN.findall(_CONTRACTION.sub(" ", text)))
 
 

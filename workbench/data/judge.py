@@ -1,4 +1,4 @@
-"""A model as judge of responses: `wb.Judge`. Its engine is `workbench.workers.judge`."""
+"""`wb.Judge`: a model that judges responses. Its engine is in `workbench.workers.judge`."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def Judge(
     generation: Generation | None = None,
     seed: int = 0,
 ) -> Model:
-    """The role `reward` (or `cost`) as a model that reads a rubric with the response and writes a judgement.
+    """Make the role `reward` (or `cost`) a model that reads a rubric with the response and writes a judgement.
 
         wb.open(..., models={"actor": ..., "reward": wb.Judge("org/name", rubric="Rate from 0 to 10: {response}")})
 
-    model: any causal language model, a generative reward model among them; its tokenizer may be another than the
-        actor's. It generates on each device of the role's pool, with an engine of its own.
-    rubric: a text in which {prompt}, {response} and the names of the row's other columns of text stand for these, and
-        {raw_response} for the response with its special tokens. It goes through the model's chat template, where it has
-        one, as a user's message. Control tokens that a value of the row spells stay text.
-    parse: of the judgement, a text: the score, a number; it raises where there is none. Default: `stated_score`.
-    sampling: default: greedy, 256 tokens. The same text is judged alike, on whichever rank.
-    dtype, generation: as of `wb.Model`; default: those of the workbench. seed: of judgements that are sampled.
+    model: any causal language model, also a generative reward model; its tokenizer may differ from the actor's. It
+        generates on each device of the role's pool, with an engine of its own.
+    rubric: a text in which {prompt}, {response} and the names of the row's other text columns are replaced by their
+        values, and {raw_response} by the response with its special tokens. The model's chat template, if it has one,
+        renders it as a user's message. Control tokens in a row's values stay text.
+    parse: turns the judgement, a text, into the score, a number; raises if there is none. Default: `stated_score`.
+    sampling: default: greedy, 256 tokens. The same text gets the same judgement on every rank.
+    dtype, generation: see `wb.Model`; default: the workbench's. seed: for sampled judgements.
 
     The judgement is kept in the column `rewards_notes`. A row whose judgement cannot be parsed, or is cut at
     `max_new_tokens`, has failed, and its text is in `failure`. With `compute_reward(retries=...)` a judge that samples
-    is asked about such a row again, with another seed; a greedy one would write the same. A function of yours that has
-    a parameter `judgement` gets the text too: so a judge is a component beside others,
+    is asked again about such a row, with another seed; a greedy judge would write the same text. Your own function also
+    gets the text if it has a parameter `judgement`, so a judge can be one of several components:
     `compute_reward(batch, function={"right": right, "judge": mine})`.
     Raises `BadInput` for a rubric without {response}.
     """
@@ -74,9 +74,9 @@ STATED = (
 
 
 def stated_score(text: str) -> float:
-    """The score that a judgement states: its last box; else the last number behind "Score", "Rating" or "Grade"; else
-    the last x of "x/10" or "x out of 10"; else its only number. Raises `BadInput` where none of these is there: a
-    judgement with several numbers does not say which one is the score."""
+    """Return the score in a judgement: its last box; else the last number after "Score", "Rating", "Grade" or
+    "Verdict"; else the last x of "x/10" or "x out of 10"; else its only number. Raises `BadInput` otherwise, because a
+    judgement with several numbers does not say which number is the score."""
     for form in STATED:
         if found := form.findall(text):
             return float(found[-1])
@@ -92,7 +92,7 @@ def stated_score(text: str) -> float:
 
 @with_notes
 class Judgement:
-    """What scores a row by its judgement."""
+    """The reward function that turns a row's judgement into its score."""
 
     def __init__(self, parse: Parse, greedy: bool = False) -> None:
         self.parse, self.greedy, self.__name__ = parse, greedy, "judge"
@@ -107,18 +107,18 @@ class Judgement:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether the same text is always answered alike, whatever the seed."""
+    """Whether the same text always gets the same answer, whatever the seed."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
 def asked(rubric: str, row: Mapping[str, Any], special: Sequence[str] = ()) -> str:
-    """The text that the judge reads about a row. What is in braces and no name of the row stays as it is.
+    """Return the text that the judge reads about a row. Braces with a name that the row does not have stay unchanged.
 
-    special: texts that the judge's tokenizer reads as special tokens, such as those that begin its turn. Where a value
-    of the row makes one, alone or with what is beside it, a mark is in it: a response cannot write the judge's turn.
+    special: texts that the judge's tokenizer reads as special tokens. If a value of the row spells one, alone or with
+    the text beside it, a mark is put into it, so that a response cannot write the judge's turn.
     """
     text = ""
-    own: list[bool] = []  # of each character of the text, whether it is the rubric's
+    own: list[bool] = []  # for each character of the text, whether it comes from the rubric
     for i, part in enumerate(re.split(r"(\{\w+\})", rubric)):
         filled = i % 2 and part[1:-1] in row
         part = str(row[part[1:-1]]) if filled else part

@@ -1,4 +1,4 @@
-"""The ledger of prompts: how often each was drawn, and what came of its responses, in arrays of one size."""
+"""The ledger of prompts: how often each was drawn, and the scores of its responses, in arrays of constant size."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from workbench.batches.schema import ScoredRows
 from workbench.data.prompts import Prompts
 from workbench.support.intervals import wilson_bounds
 
-OPEN_ITERATIONS = 4  # draws that are so many iterations old take no other scores any more
-VERSIONS = 8  # weights versions whose responses are counted apart, for each prompt
+OPEN_ITERATIONS = 4  # draws that are this many iterations old accept no more scores
+VERSIONS = 8  # the number of weights versions per prompt whose responses are counted separately
 
-# of the responses to a draw of a prompt: with the weights `version`; sums of rewards, of their squares, of tokens
+# for the responses to one draw of a prompt: their weights `version`, counts, and sums of tokens, rewards, rewards^2
 SCORES = [("version", "<i8"), ("responses", "<i8"), ("passed", "<i8"), ("tokens", "<i8"), ("total", "<f8"),
           ("squares", "<f8")]  # fmt: skip
 SUMS = [name for name, _ in SCORES[1:]]
 DRAW = np.dtype([("uid", "<i8"), ("row", "<i8"), ("iteration", "<i8"), ("now", "<i8"), *SCORES])
 ROW = np.dtype(SCORES)
-UNSCORED, DRAWN = -1, -2  # in place of a version: nothing is known yet; the record of a draw
+UNSCORED, DRAWN = -1, -2  # in place of a version: no scores yet; this record notes a draw
 
 
 @dataclass
 class Totals:
-    """What is settled, of each row of the source.
+    """The totals of each row of the source.
 
-    drawn: how often. iteration: of the last draw. sums, last: of all responses, and of those to the last draw that has
-    any. versions: the newest `VERSIONS` weights versions, of which responses and passes are counted apart.
+    drawn: how often the row was drawn. iteration: of its last draw. sums, last: over all responses, and over those to
+    the last draw with scores. versions: the newest `VERSIONS` weights versions. responses, passed: counts for each.
     """
 
     drawn: np.ndarray
@@ -52,11 +52,11 @@ class Totals:
         return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), sums, last, versions, *counts)
 
     def add(self, draws: np.ndarray) -> None:
-        """Count the responses to draws, in the order of these."""
+        """Add the scores of draws, in the order of the draws."""
         scored = draws[draws["responses"] > 0]
         for name in SUMS:
             np.add.at(self.sums[name], scored["row"], scored[name])
-        _, from_end = np.unique(scored["row"][::-1], return_index=True)  # of a row drawn twice the later one stays
+        _, from_end = np.unique(scored["row"][::-1], return_index=True)  # keeps the later draw of a row drawn twice
         newest = scored[len(scored) - 1 - from_end]
         for name in ROW_NAMES:
             self.last[name][newest["row"]] = newest[name]
@@ -81,11 +81,11 @@ ROW_NAMES = [name for name, _ in SCORES]
 
 @dataclass
 class Ledger:
-    """Counts draws of prompts and the rewards of their responses; memory grows with the rows of the source, not with
-    what is drawn.
+    """Counts draws of prompts and the rewards of their responses. Memory grows with the rows of the source, not with
+    the draws.
 
-    rows: how many the source has. threshold: the reward from which on a response has passed; of responses to come.
-    changes: where a journal has taken its state, what was noted since.
+    rows: the number of rows of the source. threshold: the smallest reward with which a response passes; a change
+        affects later scores. changes: the records since a journal took the state; None without a journal.
     """
 
     rows: int
@@ -96,15 +96,15 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._totals = Totals.empty(self.rows)
-        self._lock = threading.RLock()  # scores come in the scheduler's thread
+        self._lock = threading.RLock()  # the scheduler's thread notes scores
 
     # --- noting -------------------------------------------------------------------------------------------------------
 
     def note_drawn(
         self, rows: Sequence[int] | np.ndarray, first_uid: int, iteration: int, now: int | None = None
     ) -> None:
-        """Rows were drawn as prompts that are numbered from `first_uid` on, for an iteration. now: the iteration under
-        way, where that is to come."""
+        """Note that rows were drawn for an iteration, as prompts numbered from `first_uid` on. now: the current
+        iteration, if `iteration` is a future one."""
         draws = np.zeros(len(rows), DRAW)
         draws["uid"], draws["row"] = np.arange(first_uid, first_uid + len(rows)), rows
         draws["iteration"], draws["version"] = iteration, DRAWN
@@ -112,11 +112,11 @@ class Ledger:
         self._note(draws)
 
     def note_scored(self, meta: Mapping[str, Any], parts: Sequence[ScoredRows]) -> None:
-        """Responses were given rewards. Those to prompts that were not drawn here, or long ago, do not count, nor do
-        greedy ones, which baselines take. Of a draw that is scored again the new scores count.
+        """Note the rewards of responses. Ignores responses to prompts that were drawn elsewhere or too long ago, and
+        greedy responses, which serve as baselines. New scores of a draw replace its earlier scores.
 
-        meta: of the batch: its `iteration`, without which it is none of a draw, and the `weights_version` and
-        `temperature` of its responses; `weights_versions`: that of each prompt, by its number, where several drew them.
+        meta: the batch's meta: its `iteration` (without it the batch is not from a draw), and the `weights_version` and
+        `temperature` of its responses; `weights_versions`: by prompt number, if several versions sampled them.
         """
         if "iteration" not in meta or meta.get("temperature") == 0:
             return
@@ -129,8 +129,8 @@ class Ledger:
         if versions := meta.get("weights_versions"):
             draws["version"] = [versions.get(str(uid), meta.get("weights_version", 0)) for uid in draws["uid"].tolist()]
         for name, values in (
-            ("responses", np.ones(len(uids), np.int64)), ("passed", rewards >= self.threshold), ("tokens", tokens),
-            ("total", rewards), ("squares", rewards**2),
+            ("responses", np.ones(len(uids), np.int64)), ("passed", rewards >= np.float32(self.threshold)),
+            ("tokens", tokens), ("total", rewards), ("squares", rewards**2),
         ):  # fmt: skip
             np.add.at(draws[name], of_row, values)
         self._note(draws)
@@ -142,7 +142,7 @@ class Ledger:
             self._apply(draws)
 
     def _apply(self, draws: np.ndarray) -> None:
-        """Take draws that are all new, or scores of earlier ones."""
+        """Apply records: either new draws, or scores of earlier draws."""
         if not len(draws):
             return
         if draws["version"][0] != DRAWN:
@@ -163,7 +163,7 @@ class Ledger:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def totals(self) -> Totals:
-        """What is known now, of all draws."""
+        """Return the present totals, including draws that are still open."""
         with self._lock:
             totals = deepcopy(self._totals)
             for block in self._open:
@@ -173,12 +173,12 @@ class Ledger:
     # --- kept ---------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Go back to an empty ledger."""
+        """Empty the ledger."""
         with self._lock:
             self._totals, self._open, self.changes = Totals.empty(self.rows), [], None
 
     def state(self) -> bytes:
-        """Its content as a file in the form of safetensors: the rows that were drawn, and the draws that are open."""
+        """Return the content as bytes of a safetensors file: the drawn rows' totals, and the open draws."""
         from safetensors.numpy import save
 
         with self._lock:
@@ -191,19 +191,19 @@ class Ledger:
             return save({name: np.ascontiguousarray(a) for name, a in {**found, **_plain("open", blocks)}.items()})
 
     def state_and_changes(self) -> bytes:
-        """`state`; from now on `changes` has what is noted."""
+        """Return `state`, and collect later records in `changes` from now on."""
         with self._lock:
             self.changes = []
             return self.state()
 
     def take_changes(self) -> list[bytes]:
-        """What was noted since they were last taken."""
+        """Return the records since the last call, and start a new list."""
         with self._lock:
             taken, self.changes = self.changes or [], []
             return taken
 
     def load_state(self, state: bytes, changes: Sequence[bytes] = ()) -> None:
-        """Go on from `state`, and from what was noted since, both of the same source."""
+        """Restore a `state`, and apply the changes noted since. Both must come from the same source."""
         from safetensors.numpy import load
 
         found, totals = load(state), Totals.empty(self.rows)
@@ -221,7 +221,7 @@ class Ledger:
 
 
 def _plain(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """An array of records as an array a field."""
+    """Return an array of records as one array per field."""
     names = array.dtype.names
     return {name: array} if names is None else {f"{name}/{one}": array[one] for one in names}
 
@@ -233,8 +233,8 @@ def _fill(array: np.ndarray, rows: np.ndarray, name: str, found: Mapping[str, np
 
 
 def usual_order(prompts: Prompts, drawn: np.ndarray) -> np.ndarray:
-    """The rows in the order in which they come without an order of one's own: those first that were drawn least often,
-    among these as the epoch of that number has them. drawn: how often each row was drawn."""
+    """Return the rows in the order in which they are drawn without `order`: least often drawn rows first, and rows
+    drawn equally often in the order of the epoch with that number. drawn: how often each row was drawn."""
     place = np.arange(len(drawn))
     if prompts.shuffle:
         for epoch in np.unique(drawn).tolist():
@@ -245,7 +245,7 @@ def usual_order(prompts: Prompts, drawn: np.ndarray) -> np.ndarray:
 
 
 def ledger_frame(prompts: Prompts, ledger: Ledger, iteration: int) -> pd.DataFrame:
-    """A row a prompt, see `PromptStream.ledger`, in `usual_order`."""
+    """Return a frame with one row per prompt, see `PromptStream.ledger`, in `usual_order`."""
     totals = ledger.totals()
     drawn, sums, last = totals.drawn, totals.sums, totals.last
     values: dict[str, Any] = {
@@ -270,7 +270,7 @@ def ledger_frame(prompts: Prompts, ledger: Ledger, iteration: int) -> pd.DataFra
 
 
 def versions_frame(prompts: Prompts, ledger: Ledger) -> pd.DataFrame:
-    """A row a prompt and weights version, see `PromptStream.ledger`."""
+    """Return a frame with one row per prompt and weights version, see `PromptStream.ledger`."""
     totals = ledger.totals()
     rows, places = np.nonzero(totals.versions != UNSCORED)
     versions = totals.versions[rows, places]
@@ -281,7 +281,7 @@ def versions_frame(prompts: Prompts, ledger: Ledger) -> pd.DataFrame:
 
 
 def _rates(name: str, passed: np.ndarray, responses: np.ndarray) -> dict[str, np.ndarray]:
-    """A rate and the bounds of its 95 % interval; NaN without responses."""
+    """Return a rate and the bounds of its 95 % interval; NaN without responses."""
     n = np.where(responses > 0, responses, np.nan)
     low, high = wilson_bounds(passed, n)
     return {f"{name}_rate": passed / n, f"{name}_low": low, f"{name}_high": high}
@@ -292,7 +292,7 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
 
 
 def _variance(scores: np.ndarray) -> np.ndarray:
-    """The unbiased one; NaN of fewer than two responses."""
+    """Return the unbiased variance of rewards; NaN for fewer than two responses."""
     n = scores["responses"]
     squares = scores["squares"] - scores["total"] ** 2 / np.maximum(n, 1)
     return np.where(n > 1, np.maximum(squares, 0) / np.maximum(n - 1, 1), np.nan)

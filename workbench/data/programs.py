@@ -1,4 +1,4 @@
-"""Programs that a model wrote, against the tests of their row: `wb.verifiers.code`."""
+"""`wb.verifiers.code`: runs programs that a model wrote against the tests of their row."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ REMEDY_OF_TESTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One test. function: what is called with `given`; empty: `given` is the program's input, `expected` its output;
-    or, where there are asserts, these are run behind the program."""
+    """One test. function: the function to call with `given`; "": `given` is the program's input and `expected` its
+    output, or `asserts` are run after the program."""
 
     given: Any = ""
     expected: Any = ""
@@ -59,20 +59,20 @@ def code(
     prompt: str, response: str, tests: Any, *, score: Share = "all", timeout_s: float = 6.0, total_s: float = 20.0,
     memory_bytes: int = 2**29, **_: Any,
 ) -> float:  # fmt: skip
-    """1.0 if the Python program of the response passes all tests of its row, else 0.0, in the sandbox of the machine.
+    """Return 1.0 if the Python program of the response passes all tests of its row, else 0.0. Runs it in a sandbox.
 
-    The program is the last ```python block of the response, or the last ``` block where none is labelled; without one a
-    response earns 0. A program that hangs, crashes,
-    starts a process, takes too much memory or writes where it may not fails the test, and `.note` of the score says so
-    (column `rewards_notes`). Where the machine fails, such as without room for files, the row has failed.
-    tests: asserts, as text (one test) or a list of texts (a test each); {"inputs": [...], "outputs": [...]}, texts that
-        the program reads and is to print, or with "fn_name" arguments and values of a function (or of a method of
+    The program is the last ```python block of the response, or the last unlabelled ``` block if none is labelled as
+    Python; a response without such a block earns 0. A program that hangs, crashes, starts too many processes, takes too
+    much memory or writes to a forbidden place fails the test, and `.note` of the score says so (column
+    `rewards_notes`). If the machine fails, such as without space for files, the row has failed.
+    tests: asserts, as text (one test) or a list of texts (one test each); {"inputs": [...], "outputs": [...]}: texts
+        that the program reads and must print, or with "fn_name" arguments and results of a function (or of a method of
         `Solution`); a list of {"input": ..., "output": ...}, with "fn_name" or metadata for calls; each also as JSON.
-        Lines are compared without blanks at their ends. Expected outputs and values stay outside the sandbox; asserts
-        run in the program's own interpreter, which a program that looks for them can deceive.
-    score: "share": the share of the tests that pass, all of which are run; "all" stops at the first that does not.
-    timeout_s, total_s: limits of one test and of all, on the clock; keep the latter below `call_timeout_s` of
-        `compute_reward`. memory_bytes: see `wb.sandbox.run_python`. Set them with `functools.partial`.
+        Lines are compared without white space at their ends. Expected outputs and results stay outside the sandbox, but
+        asserts run in the program's own interpreter, so a program that looks for them can cheat.
+    score: "share": the share of passed tests, all of which are run; "all": stop at the first failed test.
+    timeout_s, total_s: wall-clock limits of one test and of all tests; keep total_s below `call_timeout_s` of
+        `compute_reward`. memory_bytes: see `wb.sandbox.run_python`. Set these with `functools.partial`.
     Raises `BadInput` for tests of another form, `MissingDependency` without a sandbox.
     """
     _check_sandbox()
@@ -85,22 +85,22 @@ def code_without_sandbox(
     prompt: str, response: str, tests: Any, *, score: Share = "all", timeout_s: float = 6.0, total_s: float = 20.0,
     memory_bytes: int = 2**29, **_: Any,
 ) -> float:  # fmt: skip
-    """As `code`, with limits of time, memory and threads alone: the program may read, write, send and start what you
-    may. For machines that have no sandbox and nothing to lose."""
+    """Like `code`, but only with limits of time, memory and threads: the program has all your rights to read, write,
+    send and start programs. Use it only on machines without a sandbox and without anything to lose."""
     run = partial(run_without_sandbox, threads=32)
     return _scored(run, response, tests, score, timeout_s, total_s, memory_bytes)
 
 
 def program_of(response: str) -> str | None:
-    """The last block of a response that is labelled as Python, else the last one without a label; it may be cut before
-    its end. None where it has neither."""
+    """Return the last block of a response that is labelled as Python, else the last block without a label; None if
+    there is neither. The last block may lack its end."""
     blocks = [block for block in _BLOCK.finditer(response) if block["language"].lower() in _PYTHON]
     blocks = [block for block in blocks if block["language"]] or blocks
     return blocks[-1]["text"] if blocks else None
 
 
 def cases_of(value: Any) -> list[Case]:
-    """The tests in a row's column. Raises `BadInput` where it holds none, or none that is known."""
+    """Return the tests in a row's column. Raises `BadInput` if there are none, or their form is unknown."""
     found = _cases(value)
     if not found:
         raise BadInput(f"tests={shown(value)}", "a program is run against one test or more", REMEDY_OF_TESTS)
@@ -150,7 +150,7 @@ def _of_mapping(value: Mapping[str, Any]) -> list[Case]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Of a call: a list, or a text with the JSON of an argument a line."""
+    """Return the arguments of a call, from a list, or from a text with one JSON value per line."""
     return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
 
 
@@ -195,8 +195,8 @@ def _scored(
 
 
 def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
-    """A test's run, and why it has failed; empty where it has not."""
-    mark = secrets.token_hex(16)  # else a program that ends itself without an error would pass
+    """Run a test. Return the run, and why the test has failed; "" if it has passed."""
+    mark = secrets.token_hex(16)  # without it, a program that exits early without an error would pass
     if test.asserts:
         ran = run(f"{program}\n\n{test.asserts}\n\nprint({mark!r})\n", stdin="")
         return ran, _failure(ran) or ("" if ran.last.rstrip().endswith(mark) else "it ended before its tests did")
@@ -225,7 +225,7 @@ def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
 
 
 def _is_expected(returned: str, expected: Any) -> bool:
-    """Whether JSON that a program wrote has the value that a test expects; some data sets have it in a list of one."""
+    """Whether a program's JSON has the expected value; some data sets put the expected value into a list."""
     try:
         value = _json(returned)
         same = value == expected or [value] == expected
@@ -235,14 +235,14 @@ def _is_expected(returned: str, expected: Any) -> bool:
 
 
 def _flags(value: Any) -> Any:
-    """Where a value holds True or False, which equal 1 and 0."""
+    """Return the structure of a value with True in place of booleans, because True and False equal 1 and 0."""
     if isinstance(value, Mapping):
         return {key: _flags(one) for key, one in value.items()}
     return [_flags(one) for one in value] if isinstance(value, list | tuple) else isinstance(value, bool)
 
 
 def _failure(ran: Ran) -> str:
-    """Why a program did not end well. Raise `RewardError` where the machine, not the program, is the reason."""
+    """Return why a program failed; "" if it did not. Raises `RewardError` if the sandbox did not start."""
     if not ran.began:
         raise RewardError(f"the sandbox did not start: {short(ran.stderr.strip(), 200)}", "", REMEDY)
     if ran.ended != "exit":

@@ -1,4 +1,4 @@
-"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long."""
+"""Turns rows of a source into prompts: checks them, renders them to token ids, cuts prompts that are too long."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FORM = (
 
 
 def chat_messages(value: Any) -> list[Message] | None:
-    """The messages of a value of a data set; None where it holds none.
+    """Return the messages in a data set's value; None if it is no list of messages.
 
-    Content in parts such as [{"type": "text", "text": "Hi"}] is joined; of a message that only calls tools it is "".
-    Keys without a value, which tables of arrow fill in, are left out. `arguments` of a tool call that are JSON text, as
-    the API of OpenAI gives them, become a dict.
+    Joins content in parts such as [{"type": "text", "text": "Hi"}]; a message that only calls tools gets content "".
+    Leaves out keys whose value is None, which Arrow tables add. Turns `arguments` of a tool call that are JSON text, as
+    in OpenAI's API, into a dict.
     """
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         return None
@@ -73,7 +73,7 @@ def _message(value: Any) -> Message | None:
 
 
 def _call(call: Any) -> dict[str, Any] | None:
-    """A call with its arguments by name; None where it is none."""
+    """Return a tool call with its arguments by name; None if the value is no tool call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not (isinstance(name := function.get("name"), str) and name):
         return None
@@ -87,8 +87,8 @@ def _call(call: Any) -> dict[str, Any] | None:
 
 
 def row_tools(row: Mapping[str, Any]) -> list[Any]:
-    """The row's own tools: JSON schemas in its column `tools`, a list or JSON text, as rows of TRL have them. What else
-    has that name is none. Keys without a value, which tables of arrow fill in, are left out."""
+    """Return the row's own tools: JSON schemas in its column `tools`, as a list or JSON text, like TRL's rows; [] for
+    any other value. Leaves out keys whose value is None, which Arrow tables add."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -107,7 +107,7 @@ def _filled(value: Any) -> Any:
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
-# names of arguments of reward functions and environments that do not come from extra columns
+# argument names of reward functions and environments whose values do not come from extra columns
 _RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed", LAST_TURN)
 
 Conversation = str | list[dict[str, Any]]
@@ -117,11 +117,11 @@ Conversation = str | list[dict[str, Any]]
 class PromptRow:
     """One prompt.
 
-    index: the row's place in the source, from 0; dropped rows count.
-    prompt: the text, or the last user message of a conversation; what a reward function receives as `prompt`.
-    prompt_ids: token ids up to where the response begins, chat template included.
-    extra: the row's other columns, such as the answer; what a reward function receives by name.
-    messages: of a row whose prompt is messages.
+    index: the row's number in the source, from 0; dropped rows count.
+    prompt: the text, or the last user message of a conversation; the argument `prompt` of reward functions.
+    prompt_ids: token ids up to the beginning of the response, chat template included.
+    extra: the row's other columns, such as the answer; reward functions receive them by name.
+    messages: the messages, if the prompt is messages; else None.
     """
 
     index: int
@@ -132,11 +132,11 @@ class PromptRow:
 
 
 class PromptReader(ABC):
-    """Makes prompts of rows; its options are those of `Prompts`.
+    """Makes prompts from rows; its options are those of `Prompts`.
 
-    dropped, cut: how many rows were too long. with_control_tokens: how many have control tokens that are read as text.
-    skipped: those that are no prompts. read_as: see `Rows`. unread: what rows have that the chat template leaves out;
-    other_tools: how many have a column `tools` with something else than JSON schemas.
+    dropped, cut: how many rows were too long. with_control_tokens: how many rows have control tokens read as text.
+    skipped: the rows that are no prompts. read_as: see `Rows`. unread: parts of rows that the chat template ignores.
+    other_tools: how many rows have a column `tools` that does not hold JSON schemas.
     """
 
     @checked_call("prompts")
@@ -160,32 +160,32 @@ class PromptReader(ABC):
 
     @abstractmethod
     def _read(self, source: Source, column: str | None) -> None:
-        """Read the source, or begin to. column: the one with the prompt, where it was named."""
+        """Read the source, or begin to. column: the prompt column; None: find it."""
 
     def prompt(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
-        """The prompt of a row; None where it is dropped, or skipped. index, place: where it stands in the source."""
+        """Return the prompt of a row; None if it is dropped or skipped. index, place: the row's place in the source."""
         try:
             return self._fit(index, row, column, place)
         except BadInput as error:
-            if place not in error.value:  # of a template
+            if place not in error.value:  # an error of the chat template
                 error.value = f"{place}: {error.value}"
             self.skipped.add(error)
             return None
 
     def none_left(self, seen: str) -> BadInput:
-        """The error for a source none of whose rows is a prompt that is short enough. seen: how many there were."""
+        """Return the error for a source without a usable prompt. seen: how many rows were read, in words."""
         first = f"; {self.skipped[0]}" if self.skipped else ""
         only = f"only prompts over {self.max_prompt_tokens} tokens ({seen})" if self.dropped else "no prompts"
         remedy = "raise max_prompt_tokens" if self.dropped else "correct the rows"
         return BadInput(f"{self._name} holds {only}{first}", "at least one prompt must be left", remedy)
 
     def counts(self) -> list[str]:
-        """How many rows were cut, dropped and skipped."""
+        """Return how many rows were cut, dropped and skipped, in words."""
         over = f"over {self.max_prompt_tokens} tokens"
         return counts(over, self.cut, self.dropped, self.skipped, self.with_control_tokens)
 
     def told(self, many: str, place: str) -> str:
-        """The repr of prompts. many: how many there are; place: where they stand."""
+        """Return the repr of prompts. many: their number; place: their position, both in words."""
         many += f", {self.dropped} too long" if self.dropped else ""
         many += f", {self.skipped.total} bad skipped" if self.skipped else ""
         many += f", {self.with_control_tokens} with control tokens as text" if self.with_control_tokens else ""
@@ -203,7 +203,7 @@ class PromptReader(ABC):
         return table(rows, caption=caption) + bad
 
     def _fit(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
-        """The row with its token ids, cut where asked for; None where it is dropped."""
+        """Return the row's prompt with its token ids, cut if `overlong` says so; None if the row is dropped."""
         if column not in row:
             raise BadInput(
                 f"{place} has no column {column!r}", "every row carries a prompt", "drop the row or complete it"
@@ -243,8 +243,8 @@ class PromptReader(ABC):
         return PromptRow(index, _text(shorter), self.render(shorter, tools=tools), extra, _messages(shorter))
 
     def render(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> list[int]:
-        """Token ids of a text or of messages, through the chat template as the other prompts. called: its name in the
-        `BadInput` for what is no prompt. tools: of the row, see `row_tools`."""
+        """Return the token ids of a text or of messages, rendered like the other prompts. called: its name in a
+        `BadInput`. tools: the row's tools, see `row_tools`."""
         whole = self._whole(called, conversation)
         read = whole if self.control_tokens else as_text(self._tokenizer, whole)
         return render_prompt(self._tokenizer, read, chat=self._with(tools))
@@ -254,20 +254,20 @@ class PromptReader(ABC):
         return with_row_tools(self._chat, read, self._tokenizer)
 
     def show(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> WrittenTokens:
-        """The tokens of a text or of messages, as `render` makes them, with who wrote each."""
+        """Return the tokens of a text or of messages, as `render` makes them, each with its writer."""
         ids, chat = self.render(conversation, called, tools), self._with(tools)
         chat = chat if isinstance(chat, ChatFormat) else None
         return written_tokens(self._tokenizer, self._whole(called, conversation), ids, called, chat)
 
     def _whole(self, where: str, value: Any) -> Conversation:
-        """A prompt, checked, with the system prompt that the chat adds, which environments begin with too."""
+        """Return a checked prompt, with the system prompt of the chat format, with which environments begin too."""
         found = _conversation(where, value)
         if isinstance(self._chat, ChatFormat) and self._chat.system is not None:
             return self._chat.messages(found)
         return found
 
     def _shortened(self, conversation: Conversation, tools: Sequence[Any]) -> Conversation | None:
-        """The longest end of the text that fits, found by bisection over its characters; None if nothing fits."""
+        """Return the prompt with the longest end of its text that fits, found by bisection; None if nothing fits."""
         text = _text(conversation)
         too_long, fits = 0, len(text)  # text[too_long:] does not fit, text[fits:] does (or is empty)
         while fits - too_long > 1:
@@ -298,7 +298,7 @@ def prompt_column_of(row: Row, asked: str | None) -> str:
 
 
 def _conversation(where: str, value: Any) -> Conversation:
-    """A prompt, checked: a text, or messages with a user's among them and no assistant's at the end."""
+    """Return a checked prompt: a text, or messages that include a user's message and do not end with an assistant's."""
     if isinstance(value, str):
         if not value.strip():
             raise BadInput(f"{where} is empty", "a prompt holds text", "drop the row")

@@ -1,4 +1,4 @@
-"""`lab.prompts`: where a workbench's batches of prompts come from."""
+"""`lab.prompts`: draws a workbench's batches of prompts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ EXAMPLE = "lab.prompts.order = lambda ledger: ledger.sort_values('pass_rate', na
 
 
 def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...]) -> list[Any]:
-    """Which of the ledger's rows are drawn next, n of them, by their index: the first n that the function gives, from
-    its first on again where it gives fewer; by weights, drawn without replacement with probabilities in proportion.
+    """Return the index labels of the ledger's n rows to draw next: the first n rows of the function's result, repeated
+    from its beginning if there are fewer. By weights, draws without replacement, with proportional probabilities.
 
-    seed: of the draws by weights. Raises `BadInput` for a function that raises, and for what says no rows.
+    seed: for draws by weights. Raises `BadInput` if the function raises, or returns no valid choice of rows.
     """
     called = f"lab.prompts.order = {name_of(order)}"
     given = ledger.copy()
@@ -66,7 +66,7 @@ def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...
 
 
 def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int, ...]) -> list[Any]:
-    """By their index, in order."""
+    """Return the index labels of the chosen rows, in order."""
     if isinstance(found, pd.DataFrame):
         found = found.index
     if not isinstance(found, pd.Series | pd.Index | list | tuple | np.ndarray):
@@ -86,7 +86,7 @@ def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int
 
 
 def _by_weight(called: str, weights: pd.Series, n: int, seed: tuple[int, ...]) -> list[Any]:
-    """Gumbel's trick: the largest log(w) - log(-log(u)) are a draw without replacement in proportion to w."""
+    """Draw by Gumbel's trick: the n largest log(w) - log(-log(u)) are a draw without replacement with weights w."""
     try:
         values = weights.fillna(0.0).to_numpy(dtype=np.float64)
     except (TypeError, ValueError):
@@ -103,7 +103,7 @@ def _wrong(called: str, gave: str) -> BadInput:
 
 
 class Feed(Protocol):
-    """Where streams of rows put their batches, and whose iterations they begin."""
+    """The workbench as streams of rows see it: it takes their batches and counts iterations."""
 
     @property
     def iteration(self) -> int: ...
@@ -112,24 +112,24 @@ class Feed(Protocol):
     def next_iteration(self) -> int: ...
 
     def check_ready(self) -> None:
-        """Raise where no batch can be made now."""
+        """Raise an error if no batch can be made now."""
 
     def before_iteration(self) -> None:
-        """Called before the rows of a new iteration are drawn."""
+        """Prepare for a new iteration, before its rows are drawn."""
 
     def begin_iteration(self, *, ahead: bool = False) -> None:
-        """Count the next iteration. ahead: its prompts were drawn before."""
+        """Count the next iteration. ahead: its prompts were drawn earlier."""
 
     def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch: ...
 
     def note_drawn(self) -> None:
-        """Keep where the stream stands."""
+        """Record the stream's position."""
 
     def when_scored(self, tell: Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]) -> None:
-        """Have `tell` called with the meta and the rewards of each stage that gives rewards."""
+        """Call `tell` with the meta and the rewards of each stage that computes rewards."""
 
     def wait_for_scores(self) -> None:
-        """Wait for the stages under way that give rewards."""
+        """Wait for the running stages that compute rewards."""
 
     def note_change(self, setting: str, before: Any, after: Any) -> None:
         """Record that a setting was assigned."""
@@ -137,9 +137,9 @@ class Feed(Protocol):
 
 @checks_calls("lab.prompts")
 class PromptStream(NamedAttributes):
-    """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone, or on `order`.
+    """`lab.prompts`: draws batches of prompts, in an order that depends only on the seed, or on `order`.
 
-    records: the ledger's counts; None without prompts, and where they are streamed.
+    records: the ledger's counts; None without prompts, and for streamed prompts.
     """
 
     def __init__(self, settings: Any, feed: Feed, *, seed: int, tokenizer: Any, generation: Generation | None) -> None:
@@ -159,18 +159,18 @@ class PromptStream(NamedAttributes):
             feed.when_scored(self.records.note_scored)
 
     def next(self, n: int) -> Batch:
-        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
+        """Draw the next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
 
-        An iteration begins with it; the one before begins again where one of its stages was refused and none has run.
+        Begins a new iteration; or the last one again, if one of its stages was refused and none has run.
         """
         return self._draw(n, begins=True)
 
     def more(self, n: int) -> Batch:
-        """n more prompts for the iteration that `next` began."""
+        """Draw n more prompts for the iteration that `next` began."""
         return self._draw(n, begins=False)
 
     def ahead(self, n: int, iteration: int) -> Batch:
-        """The next n prompts, for an iteration to come: `begin` begins it."""
+        """Draw the next n prompts for a future iteration, which `begin` will begin."""
         return self._draw(n, begins=False, iteration=iteration)
 
     def begin(self) -> None:
@@ -182,10 +182,10 @@ class PromptStream(NamedAttributes):
             self._feed.note_drawn()
 
     def show(self, prompt: Any) -> WrittenTokens:
-        """The tokens that the policy reads for a prompt, each with who wrote it: the template, or a role's message.
-        Special tokens have a frame. `.df` has a row a token.
+        """Return the tokens that the policy reads for a prompt, each with its writer: the template, or a message's
+        role. Special tokens have a frame. `.df` has one row per token.
 
-        prompt: a text, messages, or a row of the source, such as `{"prompt": "2 + 3?"}`; nothing is drawn.
+        prompt: a text, messages, or a row of the source, such as `{"prompt": "2 + 3?"}`. Draws no prompts.
         """
         if self.source is None:
             raise _no_prompts()
@@ -201,19 +201,19 @@ class PromptStream(NamedAttributes):
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def ledger(self, by: Literal["prompt", "version"] = "prompt") -> pd.DataFrame:
-        """What is known of each prompt, a row each, by its place in the source: `row`, from 0.
+        """Return a frame with one row per prompt, indexed by `row`, its number in the source, from 0.
 
-        drawn: how often; iterations_since: the last draw. responses: those that got a reward, without those that
-        failed; pass_rate: the share with a reward of at least `threshold`, pass_low and pass_high: bounds of its
-        Wilson 95 % interval (1927, https://doi.org/10.1080/01621459.1927.10502953). reward_mean, reward_variance
-        (unbiased), response_tokens_mean: of all responses. last_...: the same of the last draw, with the weights
-        last_version, in optimizer steps. prompt, prompt_tokens and the data set's other columns follow; one whose name
-        is taken is `data_NAME`. What is not known yet is NaN. Rows stand in the order in which they would be drawn
-        without `order`.
+        prompt, prompt_tokens: of the prompt. drawn: how often it was drawn; iterations_since: since the last draw.
+        responses: how many got a reward, without failed ones; pass_rate: the share with a reward of at least
+        `threshold`, pass_low and pass_high: bounds of its Wilson 95 % interval (1927,
+        https://doi.org/10.1080/01621459.1927.10502953). reward_mean, reward_variance (unbiased), response_tokens_mean:
+        of all responses. last_...: the same for the last draw, whose weights version (in optimizer steps) is
+        last_version. The data set's other columns follow; a column whose name is taken becomes `data_NAME`. Unknown
+        values are NaN. Rows are in the order in which they would be drawn without `order`.
 
-        by: "version": a row a prompt and weights version, the newest 8 of a prompt, with responses, passed, pass_rate
-        and its bounds. Scores that come more than 4 iterations after the draw do not count, nor do evaluations, greedy
-        responses, and batches that were put or loaded. Raises `BadInput` without prompts, and where they are streamed.
+        by: "version": one row per prompt and weights version, for a prompt's newest 8 versions, with responses, passed,
+        pass_rate and its bounds. Scores that come 4 or more iterations after the draw do not count, nor do evaluations,
+        greedy responses, and batches that were put or loaded. Raises `BadInput` without prompts or if streamed.
         """
         source, records = self._recorded("lab.prompts.ledger()")
         if by == "version":
@@ -222,16 +222,16 @@ class PromptStream(NamedAttributes):
 
     @property
     def order(self) -> Order | None:
-        """A function of the ledger's frame that says which prompts are drawn next; None: each once an epoch.
+        """A function of the ledger's frame that chooses the prompts to draw next; None: each prompt once per epoch.
 
             lab.prompts.order = lambda ledger: ledger.sort_values("pass_rate", na_position="first")
 
-        It is called for each draw, and gives the rows to draw, in order (a frame, or their index), True or False for
-        each row (those with True, in the order of the frame), or a weight for each row (a Series; drawn without
-        replacement with probabilities in proportion). Of rows the first n are drawn; where there are fewer, from the
-        first on again. `ledger.attrs` has n, the `iteration` to come, and a `seed` for what is to be random.
-        Draws depend on the seed and the ledger alone, so that they are the same after a checkpoint and `wb.attach`;
-        there the function has to be assigned again.
+        The function is called for each draw. It returns the rows to draw in order (a frame, or their index), True or
+        False for each row (draws rows with True, in the frame's order), or a weight for each row (a Series; draws
+        without replacement, with proportional probabilities). The first n rows are drawn, from the beginning again if
+        there are fewer. `ledger.attrs` has n, the coming `iteration`, and a `seed` for random choices. Draws depend
+        only on the seed and the ledger, so they are the same after a checkpoint and `wb.attach`; then the function has
+        to be assigned again.
         """
         return self._order.function
 
@@ -247,7 +247,7 @@ class PromptStream(NamedAttributes):
 
     @property
     def threshold(self) -> float:
-        """The reward from which on a response has passed, for the ledger's rates: of responses to come."""
+        """The smallest reward with which a response passes, for the ledger's rates; a change affects later scores."""
         return self._recorded("lab.prompts.threshold")[1].threshold
 
     @threshold.setter
@@ -258,7 +258,7 @@ class PromptStream(NamedAttributes):
         self._feed.note_change(called, before, records.threshold)
 
     def _recorded(self, called: str) -> tuple[Prompts, Ledger]:
-        """The source and its ledger; `BadInput` where there is none."""
+        """Return the source and its ledger; raise `BadInput` if there is no ledger."""
         if self.source is None:
             raise _no_prompts()
         if self.records is None or not isinstance(self.source, Prompts):
@@ -269,7 +269,7 @@ class PromptStream(NamedAttributes):
         return self.source, self.records
 
     def _chosen(self, order: Order, n: int, iteration: int) -> list[int]:
-        """The places in the source of the rows that are drawn next, for an iteration."""
+        """Return the positions of the rows to draw next for an iteration. order: see `order`."""
         source, records = self._recorded("lab.prompts.order")
         ledger = ledger_frame(source, records, iteration)
         seed = (self._seed, self.drawn)
@@ -281,21 +281,21 @@ class PromptStream(NamedAttributes):
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """Where it stands, as plain values; None without prompts."""
+        """The stream's position and settings as plain values; None without prompts."""
         if self.source is None:
             return None
         kept = {} if self.records is None else {"order": self._order.name, "threshold": self.records.threshold}
         return {**self.source.state_dict(), **kept}
 
     def go_back(self) -> None:
-        """Begin anew, with the first prompts."""
+        """Start again from the first prompts."""
         self.go_on(0, self._first, None)
 
     def go_on(
         self, drawn: int, state: dict[str, Any] | None, ledger: bytes | None, changes: Sequence[bytes] = ()
     ) -> None:
-        """Go on from where `drawn` and `state` were noted, with `Ledger.state` and what was noted since; None: an
-        empty ledger."""
+        """Continue from an earlier `drawn` and `state`. ledger, changes: `Ledger.state`, and the changes since; None:
+        an empty ledger."""
         self.drawn = drawn
         if self.source is not None and state:
             self.source.load_state_dict(state)
@@ -308,7 +308,7 @@ class PromptStream(NamedAttributes):
                 self.records.load_state(ledger, changes)
 
     def kept(self) -> Callable[[], None]:
-        """What puts the prompts back to where they are now."""
+        """Return a function that restores the present position and ledger."""
         drawn, ledger = self.drawn, None if self.records is None else self.records.state()
         position = None if self.source is None else self.source.state_dict()
         return lambda: self.go_on(drawn, position, ledger)
@@ -355,9 +355,9 @@ def _no_prompts() -> BadInput:
 
 
 def prompt_options(settings: Any, called: str) -> dict[str, Any]:
-    """The arguments of `Prompts` from a source, or from a mapping of options, whose names are checked.
+    """Return the arguments of `Prompts` from a source, or from a mapping of options, whose names are checked.
 
-    called: the name of the mapping in messages.
+    called: the mapping's name for messages.
     """
     if not isinstance(settings, Mapping):
         return {"source": settings}
@@ -371,7 +371,7 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
 
 
 def prompts_of(options: Mapping[str, Any], tokenizer: Any) -> Prompts | StreamedPrompts:
-    """Prompts by their options; stream=True: of a source that is larger than memory."""
+    """Make prompts from their options; stream=True: from a source that is larger than memory."""
     options = dict(options)
     stream = options.pop("stream", False)
     checked("stream", stream, bool)
@@ -379,8 +379,8 @@ def prompts_of(options: Mapping[str, Any], tokenizer: Any) -> Prompts | Streamed
 
 
 def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
-    """The columns of a batch of prompts, which are numbered from `first_uid` on. `messages` is there where rows have
-    messages for a prompt: an environment can begin with them."""
+    """Return the columns of a batch of prompts, numbered from `first_uid` on. If some prompts are messages, there is a
+    column `messages`, with which an environment can begin."""
     table: Table = {
         "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
         "prompt_uid": torch.arange(first_uid, first_uid + len(rows)),
@@ -396,15 +396,15 @@ def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
 
 
 def reading(prompts: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """How other rows become prompts: with options of their own, else as a workbench's prompts do. prompts: what it was
-    opened with."""
+    """Return the options for reading other rows as prompts: `own` options, else those of the workbench's prompts.
+    prompts: the argument of `wb.open`."""
     given = prompts if isinstance(prompts, Mapping) else {}
     defaults = {"chat": None, "control_tokens": None, "max_prompt_tokens": 512, "overlong": "filter"}
     return {name: own.get(name, given.get(name, value)) for name, value in defaults.items()}
 
 
 def check_room(prompts: Prompts | StreamedPrompts, generation: Generation | None) -> None:
-    """Raise `BadInput` where the longest prompt leaves no room for a response; of a stream, the longest that may be."""
+    """Raise `BadInput` if the longest prompt, or in a stream the longest allowed one, leaves no room for a response."""
     if isinstance(prompts, StreamedPrompts):
         if generation and prompts.max_prompt_tokens >= generation.max_model_tokens:
             raise BadInput(

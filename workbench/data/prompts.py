@@ -1,4 +1,4 @@
-"""Prompts: rows of a source, rendered to token ids and handed out in a seeded order that can be resumed."""
+"""Prompts: rows of a source, rendered to token ids and drawn in a seeded order that can be resumed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ R = TypeVar("R")
 
 
 class EpochRows(Generic[R]):
-    """Each epoch holds each row once: in an order drawn from (seed, epoch), or, without `shuffle`, as given.
+    """Draws each row once per epoch, in an order that depends on (seed, epoch), or without `shuffle` as given.
 
-    position: rows handed out since the beginning, over all epochs. called: what the rows are, for messages.
+    position: the number of rows drawn so far, over all epochs. called: the name of the rows for messages.
     """
 
     def __init__(self, rows: Sequence[R], *, seed: int, shuffle: bool, called: str) -> None:
         self.rows, self.seed, self.shuffle, self._called = rows, seed, shuffle, called
         self.position = 0
-        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # the epoch that was asked for last, and its order
+        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # the epoch that was read last, and its order
 
     def next(self, n: int) -> list[R]:
-        """The next `n` rows. Where an epoch ends, the next one begins."""
+        """Draw the next `n` rows. At the end of an epoch, the next epoch begins."""
         whole("n", n, 1)
         rows = [self.at(self.position + i) for i in range(n)]
         self.position += n
         return rows
 
     def take(self, places: Sequence[int]) -> list[R]:
-        """Hand out these rows, by their places in `rows`, in place of the next ones."""
+        """Draw the rows at these positions in `rows`, in place of the next rows."""
         self.position += len(places)
         return [self.rows[place] for place in places]
 
     def at(self, position: int) -> R:
-        """The row that is handed out after `position` others."""
+        """Return the row that is drawn after `position` other rows."""
         epoch, place = divmod(position, len(self.rows))
         if not self.shuffle:
             return self.rows[place]
@@ -58,11 +58,11 @@ class EpochRows(Generic[R]):
         return self.position // len(self.rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows stand, as plain values (JSON will do)."""
+        """Return the position and the rows' identity as plain values, which JSON can hold."""
         return {"position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Raises `BadInput` if these rows are others, or in another order."""
+        """Continue exactly from a `state_dict`. Raises `BadInput` if its rows, or their order, differ from these."""
         differ = [key for key, value in self._identity.items() if state.get(key) != value]
         if differ:
             raise BadInput(
@@ -75,7 +75,7 @@ class EpochRows(Generic[R]):
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What the order of the rows depends on; each stage records it."""
+        """The values that decide the order of the rows; each stage records them."""
         digest = hashlib.sha256()
         for row in self.rows:
             for numbers in self.numbers_of(row):
@@ -83,34 +83,34 @@ class EpochRows(Generic[R]):
         return {"seed": self.seed, "shuffle": self.shuffle, "token ids": digest.hexdigest()}
 
     def numbers_of(self, row: R) -> Iterable[Sequence[int]]:
-        """What tells a row from others."""
+        """Return the numbers that identify a row."""
         raise NotImplementedError
 
 
 class Prompts(PromptReader, EpochRows[PromptRow]):
     """An endless, resumable supply of prompts.
 
-    source: see `read_rows`: a list, a frame, a file, a name under datasets/, a hub id. Columns of verl, TRL, OpenRLHF,
-        Alpaca and ShareGPT are recognised where no `prompt_column` is given; `read_as` says so.
-    tokenizer: of the model that will respond. All rows are rendered at once, at about 0.2 ms a row.
-    prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages",
-        "problem" that is there.
+    source: see `read_rows`: a list, a frame, a file, a name under datasets/, a hub id. Without a `prompt_column`,
+        columns of verl, TRL, OpenRLHF, Alpaca and ShareGPT are recognised; `read_as` has the convention.
+    tokenizer: of the model that will respond. All rows are rendered at once, in about 0.2 ms per row.
+    prompt_column: the column with the text or the messages; None: the first existing column of "prompt", "question",
+        "messages", "problem".
     seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); else the source's order.
     max_prompt_tokens: the longest rendered prompt, chat template included.
-    overlong: what becomes of a longer one.
+    overlong: how to treat a longer prompt.
         "filter" drops the row and counts it in `dropped`.
-        "cut" keeps the longest end of the last user message with which the prompt fits, as truncation from the left
-            does, but leaves template, system message and earlier turns whole; `prompt` then is the text that was kept.
-            Counted in `cut`; costs about ten renderings. A row in which not one character has room is dropped.
+        "cut" shortens the last user message from the left until the prompt fits, and keeps template, system message and
+            earlier turns whole; `prompt` is then the remaining text. Counted in `cut`; costs about ten renderings. The
+            row is dropped if not even one character fits.
         "error" raises `BadInput`.
-    chat: whether a text goes through the chat template; None: if the tokenizer has one. Messages always do. A
+    chat: whether the chat template renders a text; None: if the tokenizer has a template. It always renders messages. A
         `wb.ChatFormat(...)` adds a system prompt, tools, arguments of the template, the beginning of the answer.
     control_tokens: whether "<|im_end|>" and the like in a row are control tokens; None: only with chat=False, for
-        prompts that a template has written already. Else they are text, and `with_control_tokens` counts such rows.
-    bad_rows: "error": a row that is no prompt raises `BadInput`; "skip": it is left out, and `skipped` lists its number
-        and the reason.
+        prompts that a template has already rendered. Else they are text, and `with_control_tokens` counts such rows.
+    bad_rows: "error": a row that is no valid prompt raises `BadInput`; "skip": the row is left out, and `skipped` lists
+        its number and the reason.
 
-    Raises `BadInput` for rows that are no prompts, and when none is left.
+    Raises `BadInput` for invalid rows, and if no prompt is left.
     """
 
     def _read(self, source: Source, column: str | None) -> None:
@@ -130,7 +130,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
 
     @property
     def summary(self) -> str:
-        """One line on what came of the source, such as "1997 prompts, 3 over 512 tokens dropped"."""
+        """One line about the rows that were read, such as "1997 prompts, 3 over 512 tokens dropped"."""
         return ", ".join([f"{len(self)} {'prompt' if len(self) == 1 else 'prompts'}", *self.counts()])
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
-        """The rows by their place in the source: `prompt`, `prompt_tokens`, and the other columns."""
+        """A frame of the rows by their number in the source: `prompt`, `prompt_tokens`, and the other columns."""
         values: dict[str, list[Any]] = {
             "prompt": [row.prompt for row in self.rows],
             "prompt_tokens": [len(row.prompt_ids) for row in self.rows],
@@ -150,7 +150,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         return pd.DataFrame(values, index=pd.Index([row.index for row in self.rows], name="row"))
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Return the number of prompts in one epoch."""
         return len(self.rows)
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         return self.told(f"{len(self)} prompts", place)
 
     def _repr_html_(self) -> str:
-        """The summary and the next three rows, which stay where they are."""
+        """Return the summary and the next three rows, without drawing them."""
         following = [self.at(self.position + i) for i in range(min(3, len(self)))]
         return self.pictured(following, f"{self.summary}; epoch {self.epoch}, next {self.position % len(self)}")
 

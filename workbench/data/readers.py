@@ -1,5 +1,5 @@
-"""Files of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather) in blocks that are read one by one, so that
-opening a file that is larger than memory reads next to nothing of it."""
+"""Reads files of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather) block by block, so that a file can be
+larger than memory, and opening it reads very little."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Overlong = Literal["filter", "cut", "error"]
 
 
 class Placed(NamedTuple):
-    """A row as it was read: a dict, or a text; a `BadInput` in place of a row that cannot be read.
+    """A row as it was read: a dict or a text; a `BadInput` for an unreadable row.
 
-    number: its place in the source, from 0; in a stream of a .jsonl file the byte at which its line begins.
+    number: the row's number in the source, from 0; in a streamed .jsonl file its line's first byte. place: in words.
     """
 
     number: int
@@ -36,15 +36,15 @@ class Placed(NamedTuple):
 
 
 class Skipped(list[str]):
-    """Rows that could not be used: of the first `MOST_TOLD` the place and the reason. total: how many there are.
-    bad_rows: "error" raises instead."""
+    """The place and the reason of the first `MOST_TOLD` unusable rows. total: the number of all unusable rows.
+    bad_rows: "error": an unusable row raises instead."""
 
     def __init__(self, bad_rows: BadRows) -> None:
         super().__init__()
         self.bad_rows, self.total = bad_rows, 0
 
     def add(self, error: BadInput) -> None:
-        """One more; raises `error` where no row may be skipped."""
+        """Count an unusable row; raise `error` if rows may not be skipped."""
         if self.bad_rows == "error":
             raise error
         self.total += 1
@@ -53,8 +53,8 @@ class Skipped(list[str]):
 
 
 def counts(over: str, cut: int, dropped: int, skipped: Skipped, as_text: int) -> list[str]:
-    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words. as_text:
-    how many have control tokens that are read as text."""
+    """Return the numbers of cut, dropped and skipped rows in words, for a summary. over: names the limit, such as "over
+    512 tokens". as_text: the number of rows with control tokens read as text."""
     told = [f"{number} {over} {word}" for number, word in ((cut, "cut"), (dropped, "dropped")) if number]
     told = [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
     return [*told, *[f"{as_text} with control tokens as text (control_tokens=True keeps them)"] * bool(as_text)]
@@ -63,8 +63,8 @@ def counts(over: str, cut: int, dropped: int, skipped: Skipped, as_text: int) ->
 class Rows(list[Row]):
     """Rows of a source.
 
-    numbers, places: of each row, where it stands in the source; skipped rows count. read_as: the convention in which
-    its columns were read; "" where they have the names that are used here. skipped: see `Skipped`.
+    numbers, places: each row's number and place in the source; skipped rows count. read_as: the convention of its
+    columns; "" if they have our names. skipped: see `Skipped`.
     """
 
     def __init__(self, name: str, skipped: Skipped) -> None:
@@ -73,27 +73,27 @@ class Rows(list[Row]):
         self.numbers, self.places = list[int](), list[str]()
 
     def where(self, index: int) -> str:
-        """Row `index` as an error names it, such as "pairs.jsonl, line 7"."""
+        """Return the place of row `index` for an error message, such as "pairs.jsonl, line 7"."""
         return named(self.places[index], self.name)
 
 
 def named(place: str, source: str) -> str:
-    """A place with its source: "pairs.jsonl, line 7", "row 7 of a list"."""
+    """Return a place with its source: "pairs.jsonl, line 7", "row 7 of a list"."""
     return f"{place} of {source}" if place.startswith("row") else f"{source}, {place}"
 
 
-BLOCK_BYTES = 4 * 2**20  # of a .jsonl file
-READ_ROWS = 1024  # rows of a table that are turned into Python's at once
-TOLD_BYTES = 65_536  # at each end of a file, by which it is known again
-LONGEST_FIELD = 2**31 - 1  # characters of a field of a .csv file
+BLOCK_BYTES = 4 * 2**20  # the size of a block of a .jsonl file
+READ_ROWS = 1024  # rows of a table that are converted to Python objects at once
+TOLD_BYTES = 65_536  # bytes at each end of a file that identify the file
+LONGEST_FIELD = 2**31 - 1  # characters in a field of a .csv file
 JSON_RULE = "each line is one JSON object in UTF-8"
 LIST_RULE = "the file is a JSON list of objects"
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A source in blocks. read: the rows of a block, in order. identity: what tells the source from others, as plain
-    values. rows: how many it has; None: it is not known."""
+    """A source in blocks. read: returns the rows of a block, in order. identity: plain values that identify the source.
+    count, rows: its number of blocks and of rows; None: unknown."""
 
     read: Callable[[int], Iterable[Placed]]
     identity: dict[str, Any]
@@ -102,8 +102,8 @@ class Blocks:
 
 
 def file_blocks(path: Path, *, whole: bool) -> Blocks:
-    """The blocks of a file, which is read as the ending of its name says. whole: all of it is read, so that rows are
-    named by line. Raises `BadInput` for a file of another format, `MissingDependency` without pyarrow."""
+    """Return the blocks of a file, whose format the ending of its name decides. whole: read it as one sequence, so that
+    rows are named by line. Raises `BadInput` for an unknown format, `MissingDependency` without pyarrow."""
     if path.suffix not in READERS:
         raise BadInput(
             f"{str(path)!r} is no file of rows",
@@ -116,7 +116,7 @@ def file_blocks(path: Path, *, whole: bool) -> Blocks:
 
 
 def _json_lines(path: Path, whole: bool) -> Blocks:
-    """Ranges of bytes; a line is in the block in which it begins."""
+    """Return byte ranges as blocks; a line belongs to the block in which it begins."""
 
     def read(block: int) -> Iterator[Placed]:
         at, end = (0, math.inf) if whole else (block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
@@ -124,7 +124,7 @@ def _json_lines(path: Path, whole: bool) -> Blocks:
         with path.open("rb") as file:
             if at:
                 file.seek(at - 1)
-                at += len(file.readline()) - 1  # the rest of a line of the block before
+                at += len(file.readline()) - 1  # skips the rest of the previous block's last line
             for line_number, line in enumerate(file, 1):
                 if at >= end:
                     return
@@ -169,7 +169,7 @@ def _csv(path: Path, whole: bool) -> Blocks:
             for number in itertools.count():
                 try:
                     row = next(reader, None)
-                except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
+                except (csv.Error, UnicodeDecodeError) as error:  # the beginning of the next row is unknown now
                     remedy = "correct the line; a text with quotes or line breaks stands in quotes"
                     raise BadInput(
                         f"{path}, line {reader.line_num}: {error}", "it is a table in UTF-8", remedy
@@ -241,8 +241,8 @@ def numbered(items: Iterable[Any]) -> Iterator[Placed]:
 def table_blocks(
     sizes: Sequence[int], tables: Callable[[int], Iterable[list[Row]]], identity: dict[str, Any]
 ) -> Blocks:
-    """Tables of arrow as blocks: row groups of a parquet file, record batches of an arrow file, ranges of a data set.
-    sizes: rows of each block; tables: a block's rows, some at a time."""
+    """Return Arrow tables as blocks: row groups of a parquet file, record batches of an Arrow file, ranges of a data
+    set. sizes: the number of rows of each block. tables: yields a block's rows, some at a time."""
     starts = [0, *itertools.accumulate(sizes)]
 
     def read(block: int) -> Iterator[Placed]:
@@ -255,7 +255,7 @@ def table_blocks(
 
 
 def arrow_library(path: Path, module: str) -> Any:
-    """A module of pyarrow, which reads a file."""
+    """Import a module of pyarrow. path: the file to read, for the error."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -268,16 +268,16 @@ def arrow_library(path: Path, module: str) -> Any:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Inside, what pyarrow raises for a cut or foreign file becomes `BadInput`."""
+    """Inside the block, turn pyarrow's errors for a truncated or foreign file into `BadInput`."""
     try:
         yield
-    except (OSError, ValueError) as error:  # pyarrow's own errors are one of these
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
         rule = f"a file that ends in {path.suffix} has that format"
         raise BadInput(f"{str(path)!r}: {first_line(error)}", rule, "write it again") from error
 
 
 def _identity(path: Path) -> dict[str, Any]:
-    """Its size, and a digest of both ends."""
+    """Return a file's size, and a digest of both its ends."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(TOLD_BYTES))

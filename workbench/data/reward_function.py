@@ -1,4 +1,4 @@
-"""Runs a user's reward function over rows: several at a time, each call with a time limit."""
+"""Runs a user's reward function over rows: several calls at a time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from workbench.support.named_fields import meant
 from workbench.support.validation import Number
 
 RewardFunction = Callable[..., Any]
-Weight = Annotated[Number, Field(ge=-MOST, le=MOST)]  # of a component of the rewards
+Weight = Annotated[Number, Field(ge=-MOST, le=MOST)]  # the weight of a reward component
 E = TypeVar("E", bound=StageError)
 NOT_ASKED = "was not asked"
 RULE = "it must return one finite number, or one a response token"
@@ -43,8 +43,8 @@ ALIKE = "all rows of a batch are scored alike: one number each, or one a respons
 
 
 def check_function(function: Any) -> None:
-    """Raise `BadInput` for what cannot be called with a prompt and a response, or not be sent to its process; another
-    error of ours for what misses something on this machine."""
+    """Raise `BadInput` for a function that cannot be called with a prompt and a response, or cannot be sent to its
+    process; another of our errors if the function needs something that this machine lacks."""
     if not callable(function):
         raise BadInput(f"function={shown(function)}", "must be callable: fn(prompt, response, **row)")
     check_needs(function)
@@ -64,7 +64,7 @@ def check_function(function: Any) -> None:
 
 
 def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
-    """Raise `BadInput` where a function needs a parameter that no row has. given: the names that rows have."""
+    """Raise `BadInput` if a function needs a parameter that rows do not have. given: the names of the rows' values."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
@@ -77,14 +77,14 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
 
 
 class _Enough(Exception):
-    """So many calls have failed that the stage fails, whatever comes of the others."""
+    """So many calls have failed that the stage fails, whatever the results of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """How a function is asked. calls: of the functions of this role. concurrency, timeout_s: see `Session.each`.
-    retries: how often a failed call is made again, after all others. most: of failed rows, before which no further call
-    is begun. tick: called twenty times a second with the number of calls that have ended."""
+    """How a user's function is called. calls: the user calls of this role. concurrency, timeout_s: see `Session.each`.
+    retries: how often a failed call is repeated, after all others. most: with more failed rows than this, no further
+    call is begun. tick: called twenty times a second with the number of ended calls."""
 
     calls: UserCalls
     concurrency: int | None
@@ -102,11 +102,11 @@ class Asking:
         error: Callable[[int, CallFailed], RewardError],
         rows: Sequence[int] | None = None,
     ) -> tuple[dict[int, Any], dict[int, RewardError]]:
-        """What the calls give, and the errors of those that failed, by number of call.
+        """Make calls. Return the results, and the errors of failed calls, each by the number of the call.
 
-        A call fails alone: where it ends the process in which others are under way, all of these are made again in a
-        new one, one at a time, so that it is the only one.
-        error: makes the error of a call by its number. rows: of each call; default 1.
+        A call fails alone: if one ends the process in which others are running, all of these are made again in a new
+        process, one at a time, so that only this call fails. error: makes the error of a call from its number. rows:
+        the number of rows of each call; default 1.
         """
         answers: dict[int, Any] = {}
         failures: dict[int, RewardError] = {}
@@ -144,7 +144,7 @@ class Asking:
 
 
 def first_failure(failures: Mapping[int, E]) -> E:
-    """The error of the first call that was made and failed."""
+    """Return the error of the first call that was made and failed."""
     asked = [number for number, error in failures.items() if error.what != NOT_ASKED]
     return failures[min(asked or failures)]
 
@@ -158,13 +158,13 @@ def score_rows(
     where: str,
     row_numbers: Sequence[int],
 ) -> tuple[list[Score | None], dict[int, RewardError]]:
-    """`function(**row)` for each row, with what of it the function takes: one number, or one a response token; None,
-    and an error, for a row whose call raises, passes a limit, crashes its process, or returns neither a finite number
-    nor as many finite numbers as the response has tokens. `async def` functions work too; all their calls share one
-    event loop.
+    """Call `function(**row)` for each row, with the values that the function takes. Return each row's score, one number
+    or one per response token; None, and an error by row, if its call raises, passes a limit, crashes its process, or
+    returns neither a finite number nor as many finite numbers as the response has tokens. `async def` functions work
+    too; all their calls share one event loop.
 
-    Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows:
-    a row that gets another kind than the first has failed. Errors name the prompt, the row and the rank.
+    Numbers may be Python's, NumPy's or PyTorch's; several numbers are a sequence or a 1-D array. A row whose score is
+    of another kind than the first row's has failed. Errors name the prompt, the row and the rank.
     """
 
     def error(i: int, why: CallFailed) -> RewardError:
@@ -193,7 +193,7 @@ def score_groups(
     where: str,
     row_numbers: Sequence[Sequence[int]],
 ) -> tuple[dict[int, list[Score]], dict[int, RewardError]]:
-    """A call of a `batched` function for each group of rows: a score a row, or an error, by number of group."""
+    """Call a `batched` function for each group of rows. Return the rows' scores, and the errors, by number of group."""
 
     def error(i: int, why: CallFailed) -> RewardError:
         of = f"{len(row_numbers[i])} rows, the first is row {row_numbers[i][0]}, on {where}"

@@ -1,13 +1,13 @@
-"""Programs that a model wrote, in a sandbox of the system: bubblewrap (https://github.com/containers/bubblewrap).
+"""Runs programs that a model wrote in a sandbox: bubblewrap (https://github.com/containers/bubblewrap).
 
     ran = wb.sandbox.run_python("print(6 * 7)", timeout_s=5)  # ran.stdout is "42\n"
 
-A program sees the system's programs and this Python with its packages, read-only; a /tmp of its own; no other file, no
-process, no device, no environment variable, and no network unless it is asked for. Time, memory, processes with their
-threads, and what it writes are limited; all that it has started ends with it. Where there is no bubblewrap,
-`MissingDependency` says so: nothing runs without a sandbox. Not kept from it: mistakes of the kernel, on whose user
-namespaces bubblewrap builds. Processes and memory are counted every `TICK_S`: a program may pass a limit for that long,
-and memory that no process has mapped (`memfd_create`) is not counted.
+A program sees the system's programs and this Python with its packages, read-only; a /tmp of its own; no other files,
+processes, devices or environment variables, and no network unless you allow it. Time, memory, processes and threads,
+and written bytes are limited; all its processes end with it. Without bubblewrap, `run_python` raises
+`MissingDependency` and runs nothing. The sandbox does not protect from bugs in the kernel, whose user namespaces
+bubblewrap uses. Processes and memory are checked every `TICK_S`: a program may exceed a limit for that long, and memory
+that no process has mapped (`memfd_create`) is not counted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from workbench.errors import MissingDependency
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveFloat, PositiveInt
 
-MOST_FILE_BYTES = 2**24  # of each file that a program writes, its output among them
+MOST_FILE_BYTES = 2**24  # the largest size of each file that a program writes, including its output
 MOST_SHOWN_BYTES = 2**16
 TICK_S = 0.05
-OWN_TASKS = 2  # of bubblewrap
+OWN_TASKS = 2  # bubblewrap's own processes
 PROBE_TIMEOUT_S = 20.0
 REMEDY = "install bubblewrap 0.8 or newer (Debian: `apt install bubblewrap`), and allow user namespaces"
 PROGRAM = "/tmp/program.py"
-# limits that the program inherits and cannot raise; then the program
+# sets limits that the program inherits and cannot raise, then runs the program
 START = """
 import resource, runpy, sys
 path, memory, files = sys.argv[1], *map(int, sys.argv[2:])
@@ -53,9 +53,9 @@ runpy.run_path(path, run_name="__main__")
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What came of a program. ended: "exit", or the limit that ended it. exit_code: 0 where all went well; None: it was
-    ended. stdout, stderr: the first 64 KiB of each. last: the end of stdout. began: whether the program ran at all;
-    else bubblewrap could not make the sandbox, and says why in stderr."""
+    """The result of a program. ended: "exit", or the limit that ended the program. exit_code: 0 for success; None if a
+    limit ended it. stdout, stderr: the first 64 KiB of each. last: the end of stdout. began: whether the program ran at
+    all; if not, bubblewrap could not make the sandbox, and stderr has the reason."""
 
     ended: Literal["exit", "time", "threads", "memory"]
     exit_code: int | None
@@ -78,23 +78,23 @@ def run_python(
 ) -> Ran:
     """Run a Python program in a sandbox, and wait until it has ended.
 
-    memory_bytes: of the program, and again of its /tmp, and of its /dev/shm. threads: of all its processes, at one
-        time.
-    Raises `MissingDependency` where no sandbox works here.
+    memory_bytes: the limit of the program's memory, and also of its /tmp, and of its /dev/shm. threads: the most
+        threads at one time, over all its processes.
+    Raises `MissingDependency` if no sandbox works here.
     """
     check_sandbox()
     return _run(program, stdin, timeout_s, memory_bytes, threads, network)
 
 
 def check_sandbox(remedy: str = REMEDY) -> None:
-    """Raise `MissingDependency` where no sandbox works on this machine."""
+    """Raise `MissingDependency` if no sandbox works on this machine."""
     if problem := problem_here():
         raise MissingDependency(f"no sandbox works here: {problem}", "programs of a model run in nothing else", remedy)
 
 
 @functools.cache
 def problem_here() -> str:
-    """Why no sandbox works on this machine; empty where one does."""
+    """Return why no sandbox works on this machine; "" if one works."""
     if shutil.which("bwrap") is None:
         return "there is no bwrap"
     try:
@@ -105,21 +105,21 @@ def problem_here() -> str:
 
 
 def command(program: int, status: int, memory_bytes: int, network: bool) -> list[str]:
-    """The command line of bubblewrap. program, status: descriptors of the text, and of what bubblewrap says about the
-    program's end."""
+    """Return the command line of bubblewrap. program, status: file descriptors of the program's text, and of the file
+    in which bubblewrap reports the program's end."""
     return [
         shutil.which("bwrap") or "bwrap",
-        "--unshare-all",  # users, processes, network, mounts, names, shared memory, groups
+        "--unshare-all",  # user, pid, network, mount, uts, ipc and cgroup namespaces
         *(["--share-net"] if network else []),
         "--die-with-parent",
         "--new-session",  # no terminal
         "--clearenv",
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
-        *("--size", str(memory_bytes), "--tmpfs", "/tmp"),  # first: the interpreter may lie below it
+        *("--size", str(memory_bytes), "--tmpfs", "/tmp"),  # before other mounts: the interpreter may be below /tmp
         *_seen(network),
         *("--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"),
         *("--ro-bind-data", str(program), PROGRAM),
-        # these lie in memory, without a limit otherwise
+        # these file systems are in memory, and would have no limit by default
         *("--size", str(memory_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--json-status-fd", str(status), "--cap-drop", "ALL", "--"),
         *_python(PROGRAM, memory_bytes),
@@ -131,7 +131,7 @@ def _python(path: str, memory_bytes: int) -> list[str]:
 
 
 def _seen(network: bool) -> Iterator[str]:
-    """The parts of the file system that a program sees, read-only."""
+    """Yield bubblewrap's arguments for the read-only parts of the file system that a program sees."""
     for name in ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/sbin"):
         path = Path(name)
         if path.is_symlink():
@@ -156,7 +156,7 @@ def _run(program: str, stdin: str, timeout_s: float, memory_bytes: float, thread
 
 
 def run_without_sandbox(program: str, *, stdin: str, timeout_s: float, memory_bytes: int, threads: int) -> Ran:
-    """As `run_python`, with nothing around the program but limits: it may do what you may."""
+    """Like `run_python`, but only with limits: the program has all your rights."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, errors="replace")
@@ -169,7 +169,7 @@ def run_without_sandbox(program: str, *, stdin: str, timeout_s: float, memory_by
 def _watched(
     words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: float, threads: int, **options: Any
 ) -> Ran:
-    """Run a command, and end it where it passes a limit: its output, and how it ended."""
+    """Run a command, and kill it if it passes a limit. Return its output, and how it ended."""
     with _file(stdin.encode(errors="replace")) as given, _file(b"") as out, _file(b"") as err:
         begun_s = time.monotonic()
         process = subprocess.Popen(words, stdin=given, stdout=out, stderr=err, start_new_session=True, **options)
@@ -185,10 +185,10 @@ def _watched(
                     ended = "time"
                 elif tasks > threads + OWN_TASKS:
                     ended = "threads"
-                elif used_bytes > 2 * memory_bytes:  # what it shares, with files in its /tmp and /dev/shm
+                elif used_bytes > 2 * memory_bytes:  # counts shared memory too, with files in its /tmp and /dev/shm
                     ended = "memory"
         finally:
-            # with bubblewrap ends all that is in the sandbox; without it, what the program started in its session
+            # bubblewrap's end ends everything in the sandbox; without bubblewrap, this ends the program's session
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -203,7 +203,7 @@ def _watched(
 
 
 def _use_of(pid: int) -> tuple[int, int]:
-    """The threads of a process with all below it, and the bytes that they hold, without the pages of files."""
+    """Return the number of threads of a process and its descendants, and their bytes of memory without file pages."""
     threads = kib = 0
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)

@@ -1,11 +1,11 @@
-"""Where rows come from: a list, a frame, a file, a bundled data set, a data set of the hub.
+"""Reads rows from a source: a list, a frame, a file, a bundled data set, a data set of the hub.
 
-| recognised by | whose | becomes |
+| recognised by | convention of | becomes |
 | --- | --- | --- |
 | `prompt`, and `reward_model` with a `ground_truth` | verl | `answer` is the ground truth |
 | `context_messages`, or `input` | OpenRLHF | `messages`, or `prompt`; `output`, or else a text `label`, is `answer` |
 | messages in `prompt` or `messages` | TRL | as they are; JSON schemas in `tools` are shown to the model |
-| `instruction` with `output` | Alpaca | `prompt`, with `input` behind it; `answer` |
+| `instruction` with `output` | Alpaca | `prompt`, followed by `input`; `answer` |
 | `conversations` of `from` and `value` | ShareGPT | `messages` |
 """
 
@@ -47,20 +47,20 @@ SPEAKERS = {
 
 
 class Convention(NamedTuple):
-    """name: how it is said. holds: whether a row has such columns. read: the row with the columns used here."""
+    """A naming convention for columns. name: for messages. holds: whether a row follows it. read: renames columns."""
 
     name: str
     holds: Callable[[Row], bool]
     read: Callable[[Row], Row]
 
     def of(self, row: Row) -> Row:
-        """The row in our columns; as it is where it lacks some of those of the convention, which is told when it is
-        read."""
+        """Return the row with our column names; unchanged if it does not follow the convention: then reading it as a
+        prompt reports missing columns."""
         return self.read(row) if self.holds(row) else row
 
 
 def convention_of(row: Row) -> Convention | None:
-    """The convention that a row follows, the first of its source; None: the names are those that are used here."""
+    """Return the convention of a source, from its first row; None: the columns have our names."""
     return next((one for one in CONVENTIONS if one.holds(row)), None)
 
 
@@ -126,9 +126,9 @@ CONVENTIONS = (
 
 Source = Any  # see `read_rows`
 
-DATASETS = Path(str(files("workbench") / "datasets"))  # in a checkout a link to the folder datasets/
+DATASETS = Path(str(files("workbench") / "datasets"))  # in a checkout, a link to the folder datasets/
 HUB_TIMEOUT_S = 3.0
-BLOCK_ROWS = 65_536  # of a data set in memory-mapped files
+BLOCK_ROWS = 65_536  # rows in a block of a data set in memory-mapped files
 _NAME = re.compile(r"(?P<name>[\w.-]+)(?:/(?P<split>[\w.-]+))?")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?")
 _FORMS = (
@@ -140,29 +140,29 @@ _FORMS = (
 
 @checked_call("read_rows")
 def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool = True) -> Rows:
-    """The rows of `source`, one dict a row, never empty.
+    """Return the rows of `source`, one dict per row, never empty.
 
     source is one of
 
         list of str                     rows {"prompt": text}
-        list of dict                    as they are (copied), arrays as lists
-        generator, iterator             what it gives, as of a list; it has an end
-        a frame of pandas               a row each; what is missing is None
+        list of dict                    the dicts (copied), with arrays as lists
+        generator, iterator             its items, read like a list; it must end
+        a pandas frame                  its rows; missing values become None
         a table of arrow or polars, a split of the `datasets` library (Dataset, IterableDataset)
-        "file.jsonl", Path              one JSON object a line; blank lines are passed over
+        "file.jsonl", Path              one JSON object per line; blank lines are skipped
         "file.json"                     a JSON list of objects
         "file.csv", "file.tsv"          the first line names the columns; all values are texts
-        "file.parquet", ".arrow", ".feather"    by pyarrow
-        "arithmetic", "gsm8k/test"      a folder of datasets/: its train.jsonl, or the file named behind the slash
+        "file.parquet", ".arrow", ".feather"    read by pyarrow
+        "arithmetic", "gsm8k/test"      a folder of datasets/: its train.jsonl, or the file named after the slash
         "openai/gsm8k"                  a data set of the hub, read by the `datasets` library: split "train" of the
                                         default configuration; "openai/gsm8k:socratic/test" names both
 
-    bad_rows: "error": a row that cannot be read raises `BadInput`, which names its number and the reason; "skip": it is
-    left out, and `skipped` of the rows lists both. conventions: whether columns of verl, TRL, OpenRLHF, Alpaca and
-    ShareGPT are recognised, see `workbench.data.sources`; `read_as` of the rows says as what they were read.
+    bad_rows: "error": an unreadable row raises `BadInput`, which gives its number and the reason; "skip": the row is
+    left out, and the rows' `skipped` lists both. conventions: whether columns of verl, TRL, OpenRLHF, Alpaca and
+    ShareGPT are recognised, see `workbench.data.sources`; the rows' `read_as` has the convention.
 
-    Raises `BadInput` (empty, malformed or unknown source; a bad line is named by file and number), `MissingDependency`
-    (a file or hub id without the library that reads it), `ModelUnavailable` (hub id that cannot be fetched).
+    Raises `BadInput` (empty, malformed or unknown source; with file and line number), `MissingDependency` (the library
+    that reads a file or hub id is missing), `ModelUnavailable` (hub id that cannot be fetched).
     """
     name, items = _placed(source)
     rows, first = Rows(name, Skipped(bad_rows)), None
@@ -185,7 +185,7 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
 
 
 def row_of(placed: Placed, first: Placed, source: str) -> Row:
-    """A row as a dict; `BadInput` for one that cannot be used. first: of the source, whose kind all others have."""
+    """Return a row as a dict; raise `BadInput` for an unusable row. first: the first row, whose type all must have."""
     item, place = placed.row, placed.place
     if isinstance(item, BadInput):
         raise item
@@ -206,7 +206,7 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
 
 
 def _placed(source: Source) -> tuple[str, Iterable[Placed]]:
-    """The rows of a source as they are read, and its name for messages."""
+    """Return a source's name for messages, and an iterable of its rows."""
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
         return _of_file(Path(source).expanduser())
     if isinstance(source, str):
@@ -220,9 +220,9 @@ def _of_file(path: Path) -> tuple[str, Iterable[Placed]]:
 
 
 def blocks_of(source: Source) -> Blocks:
-    """The blocks of a source that is larger than memory: a .jsonl, .csv, .tsv, .parquet, .arrow or .feather file, a
-    split of the `datasets` library, or a function that gives a new generator of rows each time. Raises `BadInput` for
-    others."""
+    """Return the blocks of a source that is larger than memory: a .jsonl, .csv, .tsv, .parquet, .arrow or .feather
+    file, a split of the `datasets` library, or a generator function, which is called for each reading. Raises
+    `BadInput` for other sources."""
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
         return file_blocks(Path(source).expanduser(), whole=False)
     if inspect.isgeneratorfunction(source):
@@ -250,14 +250,14 @@ def _ranges(source: Any, start: int, count: int) -> Iterator[list[Row]]:
 
 
 def kept_source(source: Source) -> Source:
-    """What can be read again and again: of a generator or another iterator, which gives its rows once, a list."""
+    """Return a source that can be read repeatedly: a list for a generator or another iterator, else the source."""
     if isinstance(source, Mapping) and "source" in source:
         return {**source, "source": kept_source(source["source"])}
     return list(source) if isinstance(source, Iterator) else source
 
 
 def _items(source: Source) -> Iterable[Any]:
-    """The rows of what is no file and no name."""
+    """Return the rows of a source that is neither a file nor a name."""
     if isinstance(source, (list, tuple)):
         return source
     library = type(source).__module__.partition(".")[0]
@@ -281,14 +281,14 @@ def _items(source: Source) -> Iterable[Any]:
 
 
 def _present(value: Any) -> Any:
-    """A value of a frame; None for what pandas has in place of a missing one."""
+    """Return a frame's value; None for a value that pandas uses for missing ones."""
     import pandas as pd
 
     return None if value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value) else value
 
 
 def _plain(value: Any) -> Any:
-    """A value with Python's lists and numbers in place of arrays and their numbers, such as a parquet file's are."""
+    """Return a value with Python lists and numbers in place of arrays and NumPy numbers, such as a parquet file has."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if hasattr(value, "tolist"):
@@ -297,7 +297,7 @@ def _plain(value: Any) -> Any:
 
 
 def _named(source: str) -> tuple[str, Iterable[Placed]]:
-    """A name under datasets/ is preferred to a hub id of the same spelling."""
+    """Return the name and rows of a source given by name. Prefers a name under datasets/ to an equal hub id."""
     bundled = {path.parent.name for path in DATASETS.glob("*/*.jsonl")}
     local = _NAME.fullmatch(source)
     if local and local["name"] in bundled:
@@ -308,7 +308,7 @@ def _named(source: str) -> tuple[str, Iterable[Placed]]:
         return _of_file(path)
     path = Path(source).expanduser()
     if path.exists() or path.suffix == ".txt":
-        return _of_file(path)  # refuses: its name does not say how it is read
+        return _of_file(path)  # raises an error, because the name has no known ending
     known = ", ".join(map(repr, sorted(bundled)))
     close = get_close_matches(source.partition("/")[0], bundled, n=1, cutoff=0.8)
     hub = _HUB_ID.fullmatch(source)
@@ -338,11 +338,11 @@ def _from_hub(repo: str, config: str | None, split: str) -> list[Row]:
         return [dict(row) for row in library.load_dataset(repo, config, split=split)]
     except BadInput:
         raise
-    except ValueError as error:  # unknown configuration or split: the library's message lists those there are
+    except ValueError as error:  # unknown configuration or split: the library's message lists the existing ones
         raise BadInput(
             f"no '{repo}:{config}/{split}'", first_line(error), "write 'owner/name:configuration/split'"
         ) from error
-    except Exception as error:  # no network, gated, a broken file: the kinds depend on the library's version
+    except Exception as error:  # no network, gated, a broken file: the classes depend on the library's version
         raise _unavailable(repo, error) from error
 
 
@@ -351,7 +351,7 @@ def _datasets_library(repo: str) -> Any:
         library = importlib.import_module("datasets")
     except ImportError:
         library = None
-    # In a checkout's root, where the library is not installed, the import finds the folder datasets/ instead.
+    # Without the library, an import in a checkout's root finds the folder datasets/ instead.
     if not hasattr(library, "load_dataset"):
         raise MissingDependency(
             f"{repo!r} is read as a data set of the hub",
@@ -362,14 +362,14 @@ def _datasets_library(repo: str) -> Any:
 
 
 def _check_reachable(repo: str) -> None:
-    """Fail within seconds: the library retries for 20 s before it reports that there is no network."""
+    """Raise `ModelUnavailable` within seconds without a network; the library would retry for 20 s first."""
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE:  # the user's word for: answer from the local cache
+    if constants.HF_HUB_OFFLINE:  # the user asks for the local cache
         return
     try:
         HfApi().dataset_info(repo, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # kinds depend on the hub client's transport
+    except Exception as error:  # the classes depend on the hub client's transport
         raise _unavailable(repo, error) from error
 
 

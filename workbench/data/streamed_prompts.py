@@ -1,4 +1,4 @@
-"""Prompts of a source that is larger than memory: rows are read and rendered when they are drawn."""
+"""Prompts from a source that is larger than memory: rows are read and rendered when they are drawn."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from workbench.data.sources import Source, blocks_of, convention_of, row_of
 from workbench.errors import BadInput
 from workbench.support.validation import whole
 
-WINDOW = 8192  # rows that are shuffled among each other
+WINDOW = 8192  # rows that are shuffled together
 
 
-Position = tuple[int, int, int]  # epoch, blocks that are done in it, rows that were read of the next one
+Position = tuple[int, int, int]  # epoch, number of finished blocks in it, number of rows read from the next block
 
 
 class StreamedPrompts(PromptReader):
-    """An endless, resumable supply of prompts, of which only a window of rows is in memory.
+    """An endless, resumable supply of prompts, with only a window of rows in memory.
 
-    source: see `blocks_of`. shuffle: each epoch has the blocks of the source (row groups of a parquet file, 4 MiB of a
-    .jsonl file) in an order of its own, drawn from (seed, epoch), and in a block the rows of each window of 8,192
-    among each other; a source of one block, such as a .csv file, is shuffled within windows alone. Other options: as
-    of `Prompts`; columns are those of the first row. `dropped`, `cut` and `skipped` are of the rows that were read.
+    source: see `blocks_of`. shuffle: each epoch orders the source's blocks (row groups of a parquet file, 4 MiB of a
+    .jsonl file) by (seed, epoch), and shuffles the rows in each window of 8,192 rows of a block. A source of one block,
+    such as a .csv file, is only shuffled within windows. Other options: see `Prompts`. The first row decides the
+    columns. `dropped`, `cut` and `skipped` count rows that were read.
     """
 
     def _read(self, source: Source, column: str | None) -> None:
@@ -42,19 +42,19 @@ class StreamedPrompts(PromptReader):
         self._stream = self._placed()
 
     def next(self, n: int, *, one_epoch: bool = False) -> list[PromptRow]:
-        """The next `n` prompts. Where an epoch ends, the next one begins; one_epoch: no more come."""
+        """Draw the next `n` prompts. At the end of an epoch the next epoch begins; with `one_epoch`, stop there."""
         whole("n", n, 1)
         before = self.state_dict()
         try:
             found = self._draw(n, one_epoch)
-        except BaseException:  # none is drawn
+        except BaseException:  # no prompt counts as drawn
             self.load_state_dict(before)
             raise
         self.position += len(found)
         return found
 
     def _draw(self, n: int, one_epoch: bool) -> list[PromptRow]:
-        """n prompts. one_epoch: no more where the epoch ends."""
+        """Read n prompts; with `one_epoch` fewer, if the epoch ends."""
         found: list[PromptRow] = []
         began, rows = self._place[0], 0
         while len(found) < n:
@@ -81,7 +81,7 @@ class StreamedPrompts(PromptReader):
 
     @property
     def summary(self) -> str:
-        """One line on what came of the source so far."""
+        """One line about the rows that were read so far."""
         rows = f"{self._blocks.rows:,} rows" if self._blocks.rows is not None else "rows that are not counted"
         return ", ".join([f"a stream of {rows}, {self.position} prompts drawn", *self.counts()])
 
@@ -89,22 +89,22 @@ class StreamedPrompts(PromptReader):
         return self.told("streamed", f"epoch {self.epoch}, {self.position} drawn")
 
     def _repr_html_(self) -> str:
-        """The summary and the next three rows, which stay where they are."""
+        """Return the summary and the next three rows, without drawing them."""
         state = self.state_dict()
         try:
             following = self.next(3)
-        except BadInput:  # which drawing them tells
+        except BadInput:  # drawing the rows will report this error
             following = []
         self.load_state_dict(state)
         return self.pictured(following, f"{self.summary}; epoch {self.epoch}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain values (JSON will do)."""
+        """Return the stream's position and identity as plain values, which JSON can hold."""
         counts = {"dropped": self.dropped, "cut": self.cut, "skipped": self.skipped.total}
         return {"position": self.position, "place": list(self._place), "counts": counts, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Raises `BadInput` if the source is another, or in another order."""
+        """Continue exactly from a `state_dict`. Raises `BadInput` if its source, or the rows' order, differs."""
         differ = [key for key, value in self._identity().items() if state.get(key) != value]
         if differ:
             raise BadInput(
@@ -119,16 +119,16 @@ class StreamedPrompts(PromptReader):
         self._stream = self._placed()
 
     def _identity(self) -> dict[str, Any]:
-        """What the order of the prompts depends on."""
+        """Return the values that decide the order of the prompts."""
         return {"seed": self.seed, "shuffle": self.shuffle, "column": self._column, "source": self._blocks.identity}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _first_row(self) -> tuple[Placed, Row]:
-        """The first row that can be read, which says what the columns are."""
+        """Return the first readable row, which decides the columns."""
         for block in range(self._blocks.count):
             for placed in self._blocks.read(block):
-                with suppress(BadInput):  # which is told when the row is drawn
+                with suppress(BadInput):  # drawing the row will report this error
                     return placed, row_of(placed, placed, self._name)
         raise BadInput(f"{self._name} holds no rows", "a source has at least one row", "give another source")
 
@@ -144,7 +144,7 @@ class StreamedPrompts(PromptReader):
         return self.prompt(placed.number, self._in_our_columns(row), self._column, placed.place)
 
     def _placed(self) -> Iterator[tuple[Position, Placed | None]]:
-        """The rows from where the stream stands, each with the place behind it; None at the end of a block."""
+        """Yield (position after the row, row) from the stream's position on; at the end of a block the row is None."""
         epoch, done, row = self._place
         while True:
             order = np.arange(self._blocks.count)
@@ -160,7 +160,7 @@ class StreamedPrompts(PromptReader):
             yield (epoch, 0, 0), None
 
     def _rows(self, epoch: int, block: int, start: int) -> Iterator[Placed]:
-        """The rows of a block from `start` on, in the order of this epoch."""
+        """Yield the rows of a block from row `start` on, in this epoch's order."""
         first, behind = divmod(start, WINDOW)
         rows = itertools.islice(self._blocks.read(block), first * WINDOW, None)
         for window in itertools.count(first):

@@ -1,4 +1,4 @@
-"""`wb.toolbox`: tools that ship, for `wb.Tools`.
+"""`wb.toolbox`: ready-made tools for `wb.Tools`.
 
     wb.Tools([wb.toolbox.calculator])
     wb.Tools([wb.toolbox.search(["Paris is the capital of France.", ...])])
@@ -30,9 +30,9 @@ from workbench.support.calls.needs import needs
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
 
-MOST_BITS = 4096  # of a whole number: 1,234 digits
-MOST_PLACES = 400  # to which a number is rounded; floats have 308
-MOST_DEPTH = 64  # of a formula
+MOST_BITS = 4096  # bits of a whole number: 1,234 digits
+MOST_PLACES = 400  # decimal places for rounding; floats have 308
+MOST_DEPTH = 64  # levels of nesting in a formula
 OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,
@@ -115,14 +115,14 @@ def search(
     corpus: Sequence[str | Mapping[str, Any]] | str | Path, *, results: PositiveInt = 3,
     words: Annotated[PositiveInt, Field(le=64)] = 60, name: str = "search",
 ) -> Tool:  # fmt: skip
-    """A tool that finds texts of a corpus by their words, best match first (SQLite's full-text search, BM25).
+    """Make a tool that finds texts of a corpus by their words, best match first (SQLite's full-text search, BM25).
 
-    corpus: texts; or rows with a "text" and perhaps a "title"; or a .jsonl file of such rows; or a folder, each .txt
-        and .md file of which is a text, and its name the title. Its index is kept under `$WORKBENCH_HOME`, and made
-        again where the corpus has changed. On a cluster the folder has to be one that all machines see.
-    results: of one call, at most. words: shown of each text, around what was found, at most 64. name: of the tool.
+    corpus: texts; or rows with a "text" and perhaps a "title"; or a .jsonl file of such rows; or a folder, whose .txt
+        and .md files are the texts, with their names as titles. The index is kept under `$WORKBENCH_HOME`, and made
+        again if the corpus has changed. On a cluster, all machines must see that folder.
+    results: the most results of one call. words: words to show around a match, at most 64. name: the tool's name.
 
-    By hand: `tool.function("capital France")`. Raises `BadInput` for a corpus without texts.
+    To try it: `tool.function("capital France")`. Raises `BadInput` for a corpus without texts.
     """
     if not name.isidentifier():
         raise BadInput(f"name={name!r:.60}", "the name of a tool is one word", "write name='search_papers'")
@@ -144,7 +144,7 @@ def search(
 
 
 def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
-    """Title and text of each entry."""
+    """Yield title and text of each entry."""
     if isinstance(corpus, str | Path):
         path = Path(corpus).expanduser()
         if path.is_dir():
@@ -169,7 +169,7 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
 
 
 def _index(rows: Sequence[tuple[str, str]]) -> Path:
-    """A database of these rows, made where it is missing."""
+    """Return the path of the search index of these rows, and make the index if it is missing."""
     from workbench.support.files import home, locked, private_folder, replacing
 
     key = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
@@ -183,7 +183,7 @@ def _index(rows: Sequence[tuple[str, str]]) -> Path:
 
 
 def _found(path: str, query: str, results: int, words: int) -> list[dict[str, str]]:
-    """What matches any of the words of a query, best first."""
+    """Return the texts that match any word of a query, best match first."""
     if not (asked := list(dict.fromkeys(WORD.findall(query)))):
         raise BadInput(f"query={query!r:.80}", "has no words")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:

@@ -1,4 +1,4 @@
-"""`wb.Tools`: functions that the model may call, as an environment.
+"""`wb.Tools`: an environment in which the model may call functions.
 
     def add(a: int, b: int) -> int:
         '''Add two numbers.
@@ -11,8 +11,8 @@
 
     lab.actor.generate_sequences(batch, environment=wb.Tools([add]), max_turns=4)
 
-The prompt shows the model the tools' JSON schemas. A turn with calls is answered by one message a call; a turn without
-calls is the answer, and ends the conversation.
+The prompt shows the model the tools' JSON schemas. A turn with calls is answered by one message per call; a turn
+without calls is the answer, and ends the conversation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12, pydantic accepts only this one
 
 from workbench.data.user_functions import short
 from workbench.errors import BadInput
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
     from workbench.models.turn_messages import Message
 
 OnError = Literal["message", "fail"]
-PLACE = "{tools}"  # of the schemas in a system message
+PLACE = "{tools}"  # stands for the schemas in a system message
 
 
 class ToolFailed(RuntimeError):
-    """A tool raised, took too long, or returned what it must not."""
+    """A tool raised, took too long, or returned an invalid result."""
 
 
 class _WrongCall(ValueError):
-    """A call of the model that cannot be made."""
+    """The model's call is wrong and cannot be made."""
 
 
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call.
 
-    schema: JSON schema as chat templates take it. function: called with the arguments by name; it may be async. types:
-    of its arguments, by which they are checked and converted; None: they are passed on as they are, for a function that
-    checks them itself. prepare: awaited before each call, and no part of the call's time: it starts what is missing.
+    schema: JSON schema in the form for chat templates. function: called with the arguments by name; may be async.
+    types: the types of its arguments, by which they are checked and converted; None: arguments are passed unchanged to
+    a function that checks them itself. prepare: awaited before each call, outside its time limit (starts a server).
     """
 
     schema: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any] | Tool) -> Tool:
-        """A tool of a function with types and a docstring. Raises `BadInput` for one without."""
+        """Make a tool of a function with types and a docstring. Raises `BadInput` for a function without."""
         if isinstance(function, Tool):
             return function
         from workbench.models.turn_messages import schema_of
@@ -89,8 +89,8 @@ class Tool:
         hints = get_type_hints(function, include_extras=True)
         types = {parameter.name: hints[parameter.name] for parameter in parameters}
         try:
-            cls(schema, function, types).checks  # noqa: B018 (of another one: a tool is sent to processes without it)
-        except Exception as error:  # pydantic raises many kinds
+            cls(schema, function, types).checks  # noqa: B018 (on a throwaway tool, so that no cache is pickled)
+        except Exception as error:  # pydantic raises many classes
             raise BadInput(
                 f"a tool {schema['function']['name']!r}",
                 f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
@@ -103,7 +103,7 @@ class Tool:
         return str(self.schema["function"]["name"])
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, in the types of the function. Raises `_WrongCall`, which says what is wrong."""
+        """Return a call's arguments, converted to the function's types. Raises `_WrongCall` with the error."""
         if self.types is None:
             return dict(given)
         try:
@@ -114,7 +114,7 @@ class Tool:
 
     @functools.cached_property
     def checks(self) -> TypeAdapter[dict[str, Any]]:
-        """Of the arguments as a dict, in which those with a default may be missing."""
+        """The validator of the arguments as a dict, in which arguments with a default may be missing."""
         parameters, kinds = inspect.signature(self.function).parameters, self.types or {}
         optional = {name for name in kinds if parameters[name].default is not inspect.Parameter.empty}
         fields = {name: NotRequired[kind] if name in optional else kind for name, kind in kinds.items()}
@@ -125,22 +125,22 @@ class Tool:
 
 
 class Tools:
-    """An environment that makes the model's tool calls, see this file's head.
+    """An environment that executes the model's tool calls, see the beginning of this file.
 
     tools: functions with types and docstrings, `async` or not, such as those of `wb.toolbox`. They run in the process
         of the environment, see `wb.limits`.
-    system: a text for the system message, before the row's own. Where it has "{tools}" in it, the schemas stand there,
-        and the chat template shows them nowhere else.
-    tool_format: in which the model writes calls, see `workbench.models.turn_messages`; None: as its tokenizer says.
-    timeout_s: for a call. Tools of one turn run at the same time. A tool that computes outside Python, with Python's
-        lock held, cannot be stopped; `call_timeout_s` of the rollout then fails the row.
-    max_characters: of a result; the rest is cut off.
-    on_error: what becomes of a tool that raises, takes too long, floods, or returns what is not JSON. "message": the
-        model is told. "fail": its row fails. Calls that the model gets wrong (no JSON, an unknown name, arguments that
-        do not fit) are always told to the model.
+    system: a text for the system message, before the row's own. If it contains "{tools}", the schemas replace that,
+        and the chat template does not show them.
+    tool_format: the format of calls, see `workbench.models.turn_messages`; None: the tokenizer's.
+    timeout_s: for one call. Tools of one turn run at the same time. A tool that holds Python's lock outside Python
+        cannot be stopped; then `call_timeout_s` of the rollout fails the row.
+    max_characters: the maximum length of a result; the rest is cut off.
+    on_error: how to treat a tool that raises, takes too long, or returns a value that is too long or not JSON.
+        "message": the model is told. "fail": its row fails. The model's own wrong calls (no JSON, an unknown name,
+        wrong arguments) are always told to the model.
 
     Rewards of turns are 0: score the conversation with `compute_reward`. Raises `BadInput` for functions without types
-    or descriptions, and for two of one name.
+    or descriptions, and for two tools of the same name.
     """
 
     @checked_call("wb.Tools")
@@ -177,7 +177,7 @@ class Tools:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the prompt shows them without the chat template."""
+        """Whether the system message shows the tools, instead of the chat template."""
         return self.system is not None and PLACE in self.system
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Tools:
         return (self.system or "").replace(PLACE, shown)
 
     def __workbench_needs__(self) -> None:
-        """Raise where one of the tools cannot work, see `workbench.support.calls.needs`."""
+        """Raise an error if one of the tools cannot work here, see `workbench.support.calls.needs`."""
         for tool in self.by_name.values():
             check_needs(tool.function)
 
@@ -198,7 +198,7 @@ class Tools:
 
 
 class ToolConversation:
-    """The environment of one sample."""
+    """The environment of one sample with tools."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -256,8 +256,8 @@ class ToolConversation:
 
 
 def as_text(name: str, result: Any) -> str:
-    """The result of a tool for the model: a text as it is, other values as JSON. Raises `ToolFailed` for what is
-    neither."""
+    """Return a tool's result as text for the model: a text unchanged, other values as JSON. Raises `ToolFailed` for a
+    value that JSON cannot hold."""
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -270,7 +270,7 @@ def as_text(name: str, result: Any) -> str:
 
 
 async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
-    """The result of a future, which is cancelled after so many seconds. Raises `TooLong` then."""
+    """Return the result of a future. After so many seconds, cancel it and raise `TooLong`."""
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
             raise TooLong
@@ -283,8 +283,8 @@ async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives that is made in a thread of its own. Raises `TooLong` after so many seconds; the call is then
-    ended as soon as it comes back to Python."""
+    """Make a call in a thread of its own, and return its result. Raises `TooLong` after so many seconds; then the call
+    ends as soon as it executes Python code again."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -293,7 +293,7 @@ async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
             future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:
-        # past its time the thread ends, and what it made is dropped
+        # after the time limit the thread ends, and its result is dropped
         with contextlib.suppress(RuntimeError, TooLong):  # the loop was closed
             with time_limit(seconds):
                 outcome = _outcome(call)
@@ -308,7 +308,7 @@ async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a call gives, or raises, as a future takes it."""
+    """Return the result of a call, or its error in a class that a future accepts."""
     try:
         return call(), None
     except TooLong:
@@ -317,5 +317,5 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, RuntimeError(f"StopIteration: {problem}")
     except Exception as problem:
         return None, problem
-    except BaseException as problem:  # SystemExit is for a process, CancelledError for a task; neither for a tool
+    except BaseException as problem:  # a tool must not end its process (SystemExit) or task (CancelledError)
         return None, RuntimeError(f"{type(problem).__name__}: {problem}")

@@ -1,5 +1,5 @@
-"""What is called in the process of a user's function, beside it: how a reward function or an environment is called, and
-what it may return. It imports little, see `workbench.support.calls.server`."""
+"""Calls reward functions and environments in the process of the user's functions, and checks their results. Imports few
+modules, see `workbench.support.calls.server`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from workbench.support.calls.server import CallFailed, WrongValue
 
 E = TypeVar("E", bound=StageError)
 Score = float | list[float]
-MOST = 3.4e38  # of float32
-# What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
-# with its special tokens, as text and as token ids.
+MOST = 3.4e38  # the largest number in a float32
+# Optional parameters of reward functions and of an environment's `step`: the response (or turn) with its special
+# tokens, as text and as token ids.
 RAW_RESPONSE = ("raw_response", "response_ids")
-LAST_TURN = "last_turn"  # what reward functions get under that name: the text of a conversation's last turn
-MESSAGE = "message"  # what `step` gets under that name: the turn as a message, see `workbench.models.turn_messages`
+LAST_TURN = "last_turn"  # an optional parameter of reward functions: the text of a conversation's last turn
+MESSAGE = "message"  # an optional parameter of `step`: the turn as a message, see `workbench.models.turn_messages`
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a function by name; None for a callable that does not say."""
+    """Return the parameters of a function by name; None for a callable without a readable signature."""
     try:
         return inspect.signature(function).parameters
-    except Exception:  # an object of any class, which may say anything as its signature
+    except Exception:  # an object of any class, whose signature may be anything
         return None
 
 
 def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a row that a function takes by name: all of them where it has **, or does not say."""
+    """Return the values of a row that a function takes by name: all if it has ** or no readable signature."""
     parameters = parameters_of(function)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(row)
@@ -42,18 +42,18 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
 
 
 def asks_for(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of that name. A function with ** alone gets no more than it always did."""
+    """Whether a function has a parameter of that name; ** does not count."""
     return name in (parameters_of(function) or ())
 
 
 def short(text: str, characters: int = 80) -> str:
-    """The beginning of a text, for messages."""
+    """Return the beginning of a text, for messages."""
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
 def failure_of(kind: type[E], function: str, of: str, row: Mapping[str, Any], why: CallFailed, returns: str = "") -> E:
-    """The error of a user's function for a row, whose prompt it names. of: which rows; returns: the rule for what it
-    returns."""
+    """Return the error of a user's function for a row, with the row's prompt. of: names the rows. returns: the rule for
+    the function's result."""
     prompt = short(str(row.get("prompt", "")))
     rule = why.rule or returns * why.what.startswith("returned")
     error = kind(f"{function} {why.what} for {of}, prompt {prompt!r}", rule, why.remedy)
@@ -70,7 +70,7 @@ def is_flag(value: Any) -> bool:
 
 
 def finite_number(value: Any) -> float:
-    """`value` as a finite float; `WrongValue`, which says what was returned, for anything else."""
+    """Return `value` as a finite float that a float32 can hold; raise `WrongValue` with the value for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -106,20 +106,20 @@ class Noted(float):
 
 
 class StepScores(list[float]):
-    """A score on the last token of each step, 0 on the others. ends: those tokens."""
+    """Scores per token: a score on the last token of each step, 0 on the others. ends: the last token of each step."""
 
     ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a response. ends: the last token of each; None: the function says where they end."""
+    """The steps of a response. tokens: its length. ends: the last token of each step; None: the function gives them."""
 
     tokens: int
     ends: Sequence[int] | None
 
     def scores(self, value: Sequence[Any]) -> StepScores:
-        """What a function returned: one number a step, or (last token, number) pairs."""
+        """Return the scores per token from a function's result: one number per step, or (last token, number) pairs."""
         ends, numbers = self.ends, value
         if ends is None:
             try:
@@ -140,7 +140,7 @@ class Steps:
 
 
 def checked_score(value: Any, row: object, tokens: int | Steps) -> Score:
-    """One finite number, or one a response token (a step); of torch's and numpy's what Python has."""
+    """Return a checked score as Python numbers: one, or one per response token. tokens: response length, or steps."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -155,7 +155,7 @@ def checked_score(value: Any, row: object, tokens: int | Steps) -> Score:
 def score_together(
     function: Callable[..., Any], state: object, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps]
 ) -> Any:
-    """What a function of many rows gives for them."""
+    """Call a function of many rows for these rows."""
     return function(**{name: [row[name] for row in rows] for name in accepted(function, rows[0])})
 
 
@@ -173,8 +173,8 @@ def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int | St
 
 
 def reset(make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapping[str, Any]) -> Any:
-    """Make the environment of a row; what its `reset` gives, and whether its `step` asks for messages. `TypeError`
-    where `reset` needs something that the row does not have."""
+    """Make the environment of a row. Return the result of its `reset`, and whether its `step` takes messages. Raises
+    `TypeError` if `reset` needs a value that the row lacks."""
     environment = state[row] = make()
     asks = asks_for(getattr(environment, "step", reset), MESSAGE)
     value = _reset(environment, values)
@@ -196,13 +196,13 @@ def _reset(environment: Any, values: Mapping[str, Any]) -> Any:
         inspect.signature(method).bind(**given)
     except TypeError as error:
         raise TypeError(f"reset{inspect.signature(method)}: {error}; the row has {', '.join(values)}") from None
-    except ValueError:  # one that does not say what it takes
+    except ValueError:  # a callable without a readable signature
         pass
     return method(**given)
 
 
 def checked_beginning(beginning: tuple[Any, bool], *call: object) -> tuple[str | list[dict[str, Any]] | None, bool]:
-    """What `reset` may return, and whether `step` asks for messages."""
+    """Return a checked result of `reset`, and whether `step` takes messages."""
     first, asks = beginning
     if first is not None and not is_text(first) and not (first and are_messages(first)):
         raise WrongValue(f"returned {shown(first)}")
@@ -210,14 +210,14 @@ def checked_beginning(beginning: tuple[Any, bool], *call: object) -> tuple[str |
 
 
 def step(make: object, state: Mapping[int, Any], row: int, text: str, more: Mapping[str, Any]) -> Any:
-    """What the environment of a row answers. more: what it gets by name alone, see `RAW_RESPONSE` and `MESSAGE`."""
+    """Call `step` of a row's environment. more: values for optional parameters, see `RAW_RESPONSE` and `MESSAGE`."""
     method = state[row].step
     given = {name: value for name, value in more.items() if asks_for(method, name)}
     return method(**given) if next(iter(parameters_of(method) or ()), None) in given else method(text, **given)
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages whose content is text, and all of whose texts a tokenizer takes."""
+    """Whether a value is a list of messages whose content is text, with only texts that a tokenizer accepts."""
     return (
         isinstance(value, list)
         and all(
@@ -229,7 +229,7 @@ def are_messages(value: Any) -> bool:
 
 
 def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]] | None, float, bool]:
-    """Observation, reward, whether it is over."""
+    """Return a checked result of `step`: observation, reward, whether the conversation is over."""
     try:
         observation, reward, over = reply
         number = finite_number(reward)
@@ -252,10 +252,10 @@ def checked_summary(value: Any, *call: object) -> str:
 
 
 def close(make: object, state: dict[int, Any], row: int) -> Any:
-    """Close the environment of a row, if it was made and can be."""
+    """Close the environment of a row, if it was made and has `close`."""
     method = getattr(state.get(row), "close", None)
     return method() if callable(method) else None
 
 
 def nothing(value: object, row: int) -> None:
-    """Whatever `close` returns."""
+    """Ignore the result of `close`."""

@@ -1,27 +1,27 @@
-"""Reward functions that ship. `fn(prompt, response, **row) -> float` checks the answer of one response.
+"""Ready-made reward functions. `fn(prompt, response, **row) -> float` checks the answer of one response.
 
 What counts as a number in a text:
 
     42  1,234  1,234.50  .5  -8  -$8     a comma groups thousands only before exactly three digits: "1,2" is two numbers
     the minus of -8, not of 50-8         a minus right before the number counts, unless a number, a letter, "%" or a
                                          closing bracket precedes it: "17 -8" reads as 17 and -8, "17 - 8" as 17 and 8
-    not the 2 of cm2 or H2O              digits right behind a Latin letter do not count; the 2 of 2nd and of 2kg does
-    1{,}234  1,\\!234                    LaTeX's ways to write that comma
+    not the 2 of cm2 or H2O              digits right after a Latin letter do not count; the 2 of 2nd and of 2kg does
+    1{,}234  1,\\!234                    LaTeX's forms of that comma
     \\frac{1}{2}  \\dfrac12  3\\frac12      LaTeX's fractions of whole numbers, and a whole number right before one
 
-Where a response has a \\boxed{...}, the last of them is its answer, and all else is not read: "\\boxed{18} dollars in 2
-days" is 18. Of the text in the box, what is in \\text{...} counts only where there is no other number.
+If a response has a \\boxed{...}, the last box is its answer, and the rest is not read: "\\boxed{18} dollars in 2 days"
+is 18. In a box, \\text{...} counts only if there is no other number.
 
-Signs around a number ($, %, *, the period of a sentence) are no part of it: "50%" is 50. Not understood: fractions with
-a slash ("3/4" ends in 4), powers of ten ("1e3" is 1), thousands set apart by spaces, decimal commas.
+Signs around a number ($, %, *, the period of a sentence) do not belong to it: "50%" is 50. Not supported: fractions
+with a slash ("3/4" ends in 4), powers of ten ("1e3" is 1), spaces between thousands, decimal commas.
 
-That is for `arithmetic` and `gsm8k`. `math` reads formulas with math-verify
-(https://github.com/huggingface/Math-Verify), the last box alone where there is one. `code` runs programs.
-`format` looks at the form alone, `instructions` at what IFEval asks of a response. Of a conversation `arithmetic`,
-`gsm8k` and `math` read the last turn.
+These rules are for `arithmetic` and `gsm8k`. `math` reads formulas with math-verify
+(https://github.com/huggingface/Math-Verify), only from the last box if there is a box. `code` runs programs. `format`
+checks only the format, `instructions` checks IFEval's instructions. In a conversation, `arithmetic`, `gsm8k` and `math`
+read the last turn.
 
 `group_diversity` and `group_length` compare the responses to a prompt: each is called once with all of them and returns
-a list with a score a response. Both take a verifier of single responses as `right`, set with
+a list with one score per response. Both take a verifier of single responses as `right`, set with
 `functools.partial(wb.verifiers.group_length, right=wb.verifiers.arithmetic)`.
 """
 
@@ -59,16 +59,16 @@ def group_diversity(
     prompt: Sequence[str], response: Sequence[str], *, n: PositiveInt = 2, unit: Unit = "words",
     right: Verifier | None = None, last_turn: Sequence[str] | None = None, **row: Any,
 ) -> list[float]:  # fmt: skip
-    """How much a response differs from the others to its prompt, in [0, 1]: 0 where all are equal, 1 where it shares no
-    n-gram with any.
+    """Score how much each response differs from the others to its prompt, in [0, 1]: 0 if all are equal, 1 if it shares
+    no n-gram with any other.
 
         d_i = mean over j != i of 1 - |N_i & N_j| / |N_i | N_j|
 
     N_i: the set of n-grams of a response, of words between blanks or of characters; a response shorter than n is one
-    n-gram. The mean Jaccard distance asks what Self-BLEU asks (Zhu et al. 2018, https://arxiv.org/abs/1802.01886), a
-    response at a time. A response alone in its group earns 0.
-    right: a verifier; a response to which it gives 0 or less earns 0, and still counts among the others.
-    Raises `BadInput` where `right` is no function of one response, or arguments have unequal lengths.
+    n-gram. The mean Jaccard distance measures diversity like Self-BLEU (Zhu et al. 2018,
+    https://arxiv.org/abs/1802.01886), but for each response. A response alone in its group earns 0. right: a verifier;
+    a response that it scores 0 or less earns 0, but is still compared with the others.
+    Raises `BadInput` if `right` is no function of one response, or arguments have unequal lengths.
     """
     columns = _same_rows(response, {"prompt": prompt, "last_turn": last_turn, **row})
     units = [text.split() if unit == "words" else text for text in response]
@@ -87,15 +87,15 @@ def group_length(
     prompt: Sequence[str], response: Sequence[str], response_ids: Sequence[Sequence[int]], *,
     right: Verifier | None = None, last_turn: Sequence[str] | None = None, **row: Any,
 ) -> list[float]:  # fmt: skip
-    """How short a response is among those to its prompt, in tokens: 0.5 for the shortest, -0.5 for the longest.
+    """Score how short each response is among the responses to its prompt: 0.5 for the shortest, -0.5 for the longest.
 
-        0.5 - (length - shortest) / (longest - shortest),     0 for all where both are equal
+        0.5 - (length - shortest) / (longest - shortest),     0 for all if both are equal
 
-    Source: the length reward of Kimi k1.5, https://arxiv.org/abs/2501.12599. Tokens are those of `response_ids`, in
-    an environment with its observations. To favour long responses give the component a negative weight.
-    right: a verifier, as in the paper; a response to which it gives 0 or less earns min(0, that), so that a wrong
-        answer is not rewarded for being short. None: all count as right.
-    Raises `BadInput` where `right` is no function of one response, or arguments have unequal lengths.
+    Source: the length reward of Kimi k1.5, https://arxiv.org/abs/2501.12599. Lengths are in tokens of `response_ids`,
+    including an environment's observations. To favour long responses, give the component a negative weight.
+    right: a verifier, as in the paper; a response that it scores 0 or less earns min(0, the length score), so that a
+        wrong answer is not rewarded for being short. None: all responses count as right.
+    Raises `BadInput` if `right` is no function of one response, or arguments have unequal lengths.
     """
     columns = _same_rows(response, {"prompt": prompt, "response_ids": response_ids, "last_turn": last_turn, **row})
     lengths = [len(ids) for ids in response_ids]
@@ -106,7 +106,7 @@ def group_length(
 
 
 def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns that are given, the responses among them."""
+    """Return the given columns, including the responses; raise `BadInput` for unequal lengths."""
     given = {"response": response, **{name: column for name, column in columns.items() if column is not None}}
     for name, column in given.items():
         if not isinstance(column, Sequence) or len(column) != len(response):
@@ -119,7 +119,7 @@ def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, An
 
 
 def _passed(right: Verifier | None, columns: dict[str, Any]) -> list[bool]:
-    """Whether the verifier gives more than 0, a response each."""
+    """Return for each response whether the verifier gives more than 0."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if right is None:
         return [True] * len(rows)
@@ -149,32 +149,32 @@ _NUMBER = re.compile(
 _COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9]{3})")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}")
 _BOX, _BRACE = "\\boxed{", re.compile(r"(?<!\\)[{}]")
-MOST_CHARACTERS = 4000  # of a text in which a formula is looked for
+MOST_CHARACTERS = 4000  # characters of a text in which `math` looks for a formula
 _FORMULA_SIGNS = (_BOX, "\\(", "\\[", "$$")
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 THINK_THEN_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 def _answered(response: str, last_turn: str | None) -> str:
-    """Where the answer stands. Of a conversation that is the last turn: what a tool said before is none."""
+    """Return the text with the answer: in a conversation the last turn, so that a tool's output is no answer."""
     return checked("response", response if last_turn is None else last_turn, str)
 
 
 def arithmetic(prompt: str, response: str, answer: str | int | float, last_turn: str | None = None, **_: Any) -> float:
-    """1.0 if the last number of the response, or of its last box, equals `answer`, else 0.0; a response (a box) without
-    a number earns 0.0.
+    """Return 1.0 if the last number of the response, or of its last box, equals `answer`, else 0.0; a response or box
+    without a number earns 0.0.
 
-    Equality is of values: "42.0" earns what "42" does. Raises `BadInput` if `answer` is not exactly one number.
+    Values are compared: "42.0" equals "42". Raises `BadInput` if `answer` is not exactly one number.
     """
     return float(_last(_answered(response, last_turn)) == _only(_text(answer), shown(answer)))
 
 
 def gsm8k(prompt: str, response: str, answer: str, last_turn: str | None = None, **_: Any) -> float:
-    """1.0 if the last number of the response, or of its last box, equals the number behind the last `####` of `answer`,
-    else 0.0.
+    """Return 1.0 if the last number of the response, or of its last box, equals the number after the last `####` of
+    `answer`, else 0.0.
 
-    `answer` is GSM8K's worked solution as it stands. The response need not carry a `####`: a model not trained on the
-    format is judged alike. Raises `BadInput` if there is no `####` in `answer`, or not exactly one number behind it.
+    `answer` is GSM8K's unchanged worked solution. The response does not need a `####`: a model that was not trained on
+    the format is scored equally. Raises `BadInput` if `answer` has no `####`, or not exactly one number after it.
     """
     mark, final = _text(answer).rpartition("####")[1:]
     if not mark:
@@ -191,20 +191,20 @@ def _check_math_verify() -> None:
         import math_verify
     except ImportError as error:
         raise MissingDependency.of("math-verify", "the verifier `math` compares with it", "math") from error
-    # else it warns that its own time limit is off: that one works in a main thread only
+    # prevents its warning that its own time limit is off; that limit works only in a main thread
     math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 
 
 @needs(_check_math_verify)
 def math(prompt: str, response: str, answer: str | int | float, last_turn: str | None = None, **_: Any) -> float:
-    """1.0 if the answer of the response equals `answer` as a formula, else 0.0; a response without one earns 0.0.
+    """Return 1.0 if the answer of the response equals `answer` as a formula, else 0.0; no answer earns 0.0.
 
-    Read and compared by math-verify with its defaults: fractions, decimals (equal to six places), percent (50% equals
-    50 and 0.5), numbers with units, sets in any order, intervals, tuples, matrices, equations. Where a response has a
-    \\boxed{...}, the last of them is its answer; else math-verify looks for "answer is", then for the last formula or
-    number. `answer` is a formula, with or without $...$ or \\boxed{...} around it.
-    It reads the last 4,000 characters of an answer. It has no time limit of its own: a comparison that passes
-    `call_timeout_s` of `compute_reward` fails its row.
+    math-verify reads and compares formulas with its defaults: fractions, decimals (equal to six places), percent (50%
+    equals 50 and 0.5), numbers with units, sets in any order, intervals, tuples, matrices, equations. If a response has
+    a \\boxed{...}, the last box is its answer; else math-verify looks for "answer is", then for the last formula or
+    number. `answer` is a formula, with or without $...$ or \\boxed{...} around it. Only the last 4,000 characters of a
+    response's answer are read. There is no own time limit: a comparison that passes `call_timeout_s` of
+    `compute_reward` fails its row.
     Raises `BadInput` if `answer` is no formula, `MissingDependency` without math-verify.
     """
     _check_math_verify()
@@ -221,13 +221,13 @@ def math(prompt: str, response: str, answer: str | int | float, last_turn: str |
 
 
 def format(prompt: str, response: str, *, pattern: str = THINK_THEN_ANSWER, **_: Any) -> float:
-    """1.0 if the whole response matches a regular expression, else 0.0.
+    """Return 1.0 if the whole response matches a regular expression, else 0.0.
 
-    pattern: of Python's `re`, in which . matches a line break too. Default: <think>...</think>, then
-    <answer>...</answer>, each once and nothing around them, the format reward of DeepSeek-R1
-    (https://arxiv.org/abs/2501.12948, section 2.2.2). Set another one with `functools.partial`.
-    A response has no special tokens: where tags are such tokens, write a function that takes `raw_response`.
-    Raises `BadInput` for what is no regular expression.
+    pattern: for Python's `re`, where . also matches a line break. Default: <think>...</think>, then
+    <answer>...</answer>, each once, with only white space around them: the format reward of DeepSeek-R1
+    (https://arxiv.org/abs/2501.12948, section 2.2.2). Set another pattern with `functools.partial`.
+    `response` has no special tokens: if tags are special tokens, write a function that takes `raw_response`.
+    Raises `BadInput` for an invalid regular expression.
     """
     return float(_compiled(checked("pattern", pattern, str)).fullmatch(checked("response", response, str)) is not None)
 
@@ -256,12 +256,12 @@ def _last_box(text: str) -> str:
 
 
 def _formulas(text: str) -> list[Any]:
-    """What math-verify reads in a text: a formula, and its text."""
+    """Return math-verify's reading of a text: a formula, and its text."""
     import sympy
     from math_verify import parse
 
     found = parse(text, parsing_timeout=None)
-    # 6:00 is read as 6/0, which equals 7/0
+    # drops formulas such as 6:00, which is read as 6/0 and would equal 7/0
     return [one for one in found if isinstance(one, str) or not one.has(sympy.nan, sympy.zoo)]
 
 
@@ -279,7 +279,7 @@ def _numbers(text: str) -> list[Decimal | Fraction]:
 def _value(match: re.Match[str]) -> Decimal | Fraction:
     sign = "-" if match["sign"] else ""
     if match["digits"]:
-        # built from text alone: Decimal's arithmetic would round numbers of more than 28 digits
+        # built only from text, because Decimal's arithmetic rounds numbers of more than 28 digits
         return Decimal(sign + match["digits"].replace(",", ""))
     top, bottom = (match[name] or match[f"{name}_digit"] for name in ("top", "bottom"))
     if not int(bottom):
@@ -299,7 +299,7 @@ def _last(text: str) -> Decimal | Fraction | None:
 
 
 def _up_to_its_brace(text: str) -> str:
-    """The text before the closing brace that has no opening one; all of it, where a response was cut before that."""
+    """Return the text before the first unmatched closing brace; all of it if there is none, as in a cut response."""
     depth = 0
     for brace in _BRACE.finditer(text):
         depth += 1 if brace[0] == "{" else -1

@@ -1,4 +1,4 @@
-"""A conversation as a picture: its turns as a tree, coloured by what each gained, with what a hand was in marked."""
+"""Draw a conversation as a tree of turns, coloured by advantage, with the turns marked that a user edited."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LINE = "color-mix(in srgb,currentColor 20%,transparent)"
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPicture:
-    """How a turn is drawn. indent: how many forks are above it. trained: its tokens would be, in a batch of the branch.
-    advantage: what it gained; None: not known. value: of what comes behind it, as text. on_path: of the branch. here:
-    the branch ends with it."""
+    """How a turn is drawn. indent: the number of forks above it. trained: whether a batch of the branch would train its
+    tokens. advantage: None if unknown. value: of the state after it, as text. on_path: whether it lies on the branch.
+    here: whether the branch ends with it."""
 
     number: int
     indent: int
@@ -39,10 +39,10 @@ class TurnPicture:
 
 
 def tree_picture(turns: Sequence[TurnPicture], title: str, *, search: str = "", live: bool = False) -> str:
-    """Html: a line a turn, with what it was answered folded behind it.
+    """Html with one line a turn; the environment's answer is folded below it.
 
-    search: turns that have this text, upper or lower case, are marked; those of other branches without it are left out.
-    live: lines can be reached and pressed.
+    search: mark turns that contain this text (case is ignored), and hide turns of other branches without it. live:
+    lines can be focused and pressed.
     """
     found = [turn for turn in turns if not search or turn.on_path or has(turn, search)]
     most = max((abs(turn.advantage) for turn in turns if turn.advantage is not None), default=0.0)
@@ -62,12 +62,12 @@ def tree_picture(turns: Sequence[TurnPicture], title: str, *, search: str = "", 
 
 
 def has(turn: TurnPicture, search: str) -> bool:
-    """Whether a turn, or what it was answered, has a text."""
+    """Whether a turn, or the environment's answer to it, contains a text."""
     return search.lower() in f"{turn.text}\n{turn.answer}".lower()
 
 
 def says(turn: TurnPicture) -> str:
-    """A turn in words: for screen readers, and for consoles."""
+    """Describe a turn in words, for screen readers and consoles."""
     parts = [f"turn {turn.number}", f"{turn.tokens} tokens", f"reward {turn.reward:.4g}"]
     parts += ["written by hand"] if turn.by_hand else []
     parts += ["answered by hand"] if turn.answered_by_hand else []
@@ -111,7 +111,7 @@ def _line(turn: TurnPicture, scale: Scale, search: str, key: str, *, live: bool,
 
 
 def _folded(text: str, what: str, key: str) -> str:
-    """A text; of a long one the beginning, and the whole in a fold."""
+    """Show a text; a long one as its beginning, with the full text in a fold."""
     if len(text) <= LONG:
         return escape(text)
     return (

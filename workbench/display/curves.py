@@ -1,4 +1,4 @@
-"""Charts of curves: plain records, and one description of how they are drawn, plotly's JSON."""
+"""Charts of curves: plain records, and their description as plotly's JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MIMETYPE = "application/vnd.plotly.v1+json"  # JupyterLab and VS Code draw it, a
 
 
 class Stroke(NamedTuple):
-    """How a curve is drawn: its colour, and dashes and a marker, as plotly names them, for those who do not see it."""
+    """How a curve is drawn: colour, and plotly's names of a dash and a marker, so that colour is not the only
+    difference."""
 
     colour: str
     dash: str = "solid"
@@ -40,11 +41,10 @@ MOST_CELLS, MOST_ROWS, LEAST_ROWS = 1500, 50, 3  # of tables: all together, and 
 class Curve:
     """Numbers y at x; a y that is not finite is a gap.
 
-    kind: "line"; "faint", the ground of another line; "points", not joined; "area", stacked on the areas before it,
-    which have the same x; "band", from `low` to y, the ground of a line; "intervals", points y, each with a bar from
-    `low` to `high`. source: which run it is of; "" for the one
-    that is looked at. hatch: of an area, the shape of a plotly pattern. words: what each point is, shown where the
-    pointer is.
+    kind: "line"; "faint", behind another line; "points", not joined; "area", stacked on the areas before it, which have
+    the same x; "band", from `low` to y, behind a line; "intervals", points y, each with a bar from `low` to `high`.
+    source: the run it comes from; "" for the current run. hatch: a plotly pattern shape, for an area. words: a label
+    for each point, shown under the pointer.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Curve:
 class Chart:
     """Curves over one x.
 
-    y: what it counts, in a word or two at its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten;
-    what is not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for
-    it, drawn across. ticks: words by x, in place of the numbers of the axis.
+    y: a word or two for its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten; values of 0 or less
+    are left out. note: a line under the title. at: an x that is marked. limit: a y and its label, drawn across. ticks:
+    labels by x, in place of the axis's numbers.
     """
 
     title: str
@@ -81,13 +81,13 @@ class Chart:
 
 
 class Charted:
-    """Something that a notebook shows as its html, where it has any, with its charts below."""
+    """A result that a notebook shows as its html, if it has any, with its charts below."""
 
     def charts(self) -> list[Chart]:
         raise NotImplementedError
 
     def figure(self) -> dict[str, Any]:
-        """The charts as plotly's JSON: `plotly.io.from_json(json.dumps(...))` makes a file or a page of it."""
+        """Its charts as plotly's JSON; `plotly.io.from_json(json.dumps(...))` writes it as a file or a page."""
         return figure(self.charts())
 
     def _ipython_display_(self) -> None:
@@ -102,7 +102,7 @@ class Charted:
 
 @dataclass(frozen=True, repr=False)
 class Sheet(Charted):
-    """Charts side by side under one key; a notebook draws it."""
+    """Charts side by side with one legend, for a notebook to show."""
 
     drawn: tuple[Chart, ...]
 
@@ -114,19 +114,19 @@ class Sheet(Charted):
 
 
 def sheet(charts: Iterable[Chart]) -> Sheet:
-    """Charts in columns under one key of their curves, for a cell to show."""
+    """Arrange charts in columns with one legend, for a cell to show."""
     return Sheet(tuple(charts))
 
 
 def bundle(charts: Sequence[Chart]) -> dict[str, Any]:
-    """Charts by mimetype, as a cell keeps them."""
+    """Charts by mimetype, as a notebook file stores them."""
     return {MIMETYPE: figure(charts), "text/plain": "\n".join(map(summary, charts))}
 
 
 def smoothed(values: Sequence[float], factor: float) -> list[float]:
     """The exponential moving average m_t = factor m_{t-1} + (1 - factor) x_t from m_0 = 0, divided by 1 - factor^t,
-    which takes out the pull of the 0 (Kingma and Ba, arXiv:1412.6980, section 3). What is not finite stays as it is,
-    and counts for nothing. factor: 0 to below 1."""
+    which removes the bias towards 0 (Kingma and Ba, arXiv:1412.6980, section 3). Values that are not finite stay, and
+    do not enter the average. factor: 0 to below 1."""
     given = pd.Series(values, dtype="float64")
     finite = given.where(given.abs() < math.inf)
     found: list[float] = finite.ewm(alpha=1 - factor, ignore_na=True).mean().where(finite.notna(), given).tolist()
@@ -137,14 +137,14 @@ def smoothed(values: Sequence[float], factor: float) -> list[float]:
 
 
 def summary(chart: Chart) -> str:
-    """A chart in a line of text: its title and the last number of each curve."""
+    """A chart in one line of text: its title and the last number of each curve."""
     lasts = [f"{curve.name} {number(curve.y[-1], chart.unit)}" for curve in _named(chart.curves) if len(curve.y)]
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
 
 
 def tables(charts: Sequence[Chart]) -> str:
-    """The last points of charts as tables, folded: a row an x, a column a curve; points that are not joined have a
-    table of their own."""
+    """The last points of charts as folded tables: a row an x, a column a curve; points that are not joined get their
+    own table."""
     parts = [
         (chart, part)
         for chart, curves in ((chart, _named(chart.curves)) for chart in charts)
@@ -169,7 +169,7 @@ def _table(chart: Chart, curves: Sequence[Curve], most: int) -> str:
 
 
 def number(value: float, unit: str = "") -> str:
-    """A number of a chart, as people read it."""
+    """Format a number of a chart for people."""
     return bytes_text(value) if unit == "bytes" and math.isfinite(value) else f"{value:.4g}"
 
 
@@ -181,7 +181,7 @@ def _named(curves: Iterable[Curve]) -> list[Curve]:
 
 
 def figure(charts: Sequence[Chart]) -> dict[str, Any]:
-    """Charts as one figure of plotly's JSON: subplots in columns, under one key where curves look different."""
+    """Charts as one plotly figure in JSON: subplots in columns, with a legend if curves look different."""
     columns = min(COLUMNS, max(1, len(charts)))
     rows = -(-len(charts) // columns)
     looks = dict.fromkeys(look for chart in charts for look in map(_look, _named(chart.curves)))
@@ -212,7 +212,7 @@ def _look(curve: Curve) -> tuple[Any, ...]:
 
 
 def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
-    # uirevision: what a reader has zoomed to stays when points are added
+    # uirevision: keeps the reader's zoom when points are added
     common = {"gridcolor": GRID, "linecolor": INK, "zerolinecolor": GRID, "uirevision": chart.title}
     xs = [x for curve in chart.curves for x in curve.x]
     across = {**common, "title": {"text": escape(chart.x), "standoff": 4}, "nticks": 8}
@@ -227,7 +227,7 @@ def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _add_words(layout: dict[str, Any], chart: Chart, at: str) -> None:
-    """The title of a chart, its note, what is marked, and its limit."""
+    """Add a chart's title, note, marked x and limit."""
     words = {"showarrow": False, "xref": f"x{at} domain", "x": 0, "xanchor": "left"}
     over = {**words, "yref": f"y{at} domain", "y": 1, "yanchor": "bottom"}
     small = {"size": 10}
@@ -286,8 +286,8 @@ def _traces(curve: Curve, at: str, *, unit: str, named: bool) -> list[dict[str, 
 
 
 def _kept(y: Sequence[float]) -> Sequence[int]:
-    """Numbers of the points of a line that are drawn: of many the lowest and the highest of each stretch, which is what
-    the eye sees of them, and a gap in it."""
+    """Indices of the points of a line that are drawn. A long line keeps the lowest and highest point of each stretch,
+    which looks the same, and its gaps."""
     if len(y) <= MOST_POINTS:
         return range(len(y))
     each, kept = -(-2 * len(y) // MOST_POINTS), {0, len(y) - 1}
@@ -300,12 +300,12 @@ def _kept(y: Sequence[float]) -> Sequence[int]:
 
 
 def _finite(values: Iterable[float]) -> list[float | None]:
-    """JSON has no NaN: a gap is null."""
+    """Turn values that are not finite into null: JSON has no NaN, and null is a gap."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 def escape(text: str) -> str:
-    """Text as plotly reads it, as html without quotes."""
+    """Escape text for plotly, which reads it as html without quotes."""
     return escape_html(text, quote=False)
 
 

@@ -1,4 +1,4 @@
-"""What is on which device: boxes with the roles in them, and their bytes as bars."""
+"""Draw which roles are on which device: boxes with their roles, and bytes as bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.display.html import bytes_text, folded, legend, numbers_table, sv
 from workbench.display.palette import RoleStyle, role_styles
 from workbench.telemetry.memory import MemoryReading
 
-# Use -> how opaque its part of a bar is; the colour is that of the role.
+# Use -> opacity of its part of a bar; the colour is the role's.
 USES = {
     "parameters": 1.0,
     "optimizer": 0.75,
@@ -30,8 +30,7 @@ NAMED = 24  # the height of a machine's name
 @dataclass(frozen=True)
 class DeviceBox:
     """One device. name: such as "cuda:0". place: the process on it. held: bytes by role and use, such as "parameters";
-    of the role "batch" those of rows of batches. capacity_bytes: its memory, if known. machine: where there are
-    several."""
+    under the role "batch", bytes of batch rows. capacity_bytes: its memory, if known. machine: if there are several."""
 
     name: str
     place: str
@@ -47,7 +46,7 @@ class DeviceBox:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """Devices as a picture, machine by machine; bars of all boxes have one scale. what: what the bytes are."""
+    """Draw devices, machine by machine; all bars share one scale. what: what the bytes are."""
 
     boxes: tuple[DeviceBox, ...]
     what: str
@@ -69,7 +68,7 @@ class DeviceMap:
 
 
 def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
-    """Readings of memory as a picture. A role that holds nothing is there too."""
+    """Draw readings of memory. Roles that hold nothing are shown too."""
     boxes, readings = [], list(readings)
     several = len({reading.machine for reading in readings} - {""}) > 1
     for reading in sorted(readings, key=lambda reading: reading.machine if several else ""):
@@ -150,15 +149,16 @@ _CHIP = f"border:1px solid {BORDER};border-radius:3px;padding:0 5px;font-size:11
 
 
 def side_by_side(boxes: Iterable[str]) -> str:
-    """Boxes in a line that wraps."""
+    """Lay boxes out in a line that wraps."""
     return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:stretch;margin:6px 0">{"".join(boxes)}</div>'
 
 
 def box(
     name: str, devices: Sequence[str], cards: Iterable[str], *, note: str = "", size: str = "", attributes: str = ""
 ) -> str:
-    """Html of a pool. devices: their names. cards: html of each. note: what a change makes of the pool; it is dashed
-    then. size: html beside its name; "": how many devices there are. attributes: html of a control's element."""
+    """Html of a pool. devices: their names. cards: html of its roles. note: what a planned change does to the pool,
+    which is then dashed. size: html beside its name; "" shows the number of devices. attributes: html attributes of its
+    control."""
     many = f"{len(devices)} device{'s' if len(devices) != 1 else ''}"
     chips = " ".join(f'<span style="{_CHIP}">{escape(device)}</span>' for device in devices)
     told = f'<div style="{_SMALL}">{escape(note)}</div>' if note else ""
@@ -173,7 +173,7 @@ def box(
 
 
 def card(role: str, style: RoleStyle, words: Iterable[str], *, note: str = "", attributes: str = "") -> str:
-    """Html of a role in a pool. words: its model, its layout. note, attributes: as of a `box`."""
+    """Html of a role in a pool. words: its model, its layout. note, attributes: see `box`."""
     letter = (
         f'<span aria-hidden="true" style="background:{style.colour};color:{style.ink};border-radius:3px;'
         f'padding:0 5px;font-weight:700">{escape(style.letter)}</span>'

@@ -1,4 +1,4 @@
-"""A picture of a dataflow: stages from left to right in the order in which they can run, coloured by role."""
+"""Draw a dataflow: stages from left to right in an order in which they can run, coloured by role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 44, 34, 14, 8
 
 @dataclass(frozen=True)
 class Mark:
-    """The state of a stage: a sign and words for it, and which share of it is done. chosen: drawn with a frame."""
+    """The state of a stage: a sign, words, and the finished share. chosen: drawn with a frame."""
 
     sign: str
     words: str
@@ -25,12 +25,10 @@ class Mark:
 
 
 def draw(graph: Any, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
-    """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote. Below it, the roles'
-    colours.
+    """Html with an svg of the graph and the roles' colours. An arrow means that a stage reads columns another wrote.
 
-    graph: an algorithm's, see `workbench.algorithms.graph`, with each stage after those that it takes its input from.
-    marks: states of stages, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
-    name.
+    graph: an algorithm's, see `workbench.algorithms.graph`, with each stage after its inputs. marks: states of stages,
+    by name. live: each marked box is a control; it sends the action "choose" with the stage's name.
     """
     edges = graph.edges()
     depth: dict[str, int] = {}

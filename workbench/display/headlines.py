@@ -1,12 +1,12 @@
-"""The metrics that one looks at first, and what metrics are counted in."""
+"""The metrics that readers look at first, and the units of metrics."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 
-# By label, in this order: the metrics that say it, the best first. "*" is the first stage that has one. A second stage,
-# such as update_actor_2, counts where there is no first.
+# Label, in display order -> its metrics, the best first. "*" means the first stage that reports the metric. A second
+# stage, such as update_actor_2, counts if the first one does not exist.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean"),
     "cost": ("compute_cost/costs/mean",),
@@ -28,7 +28,7 @@ OTHERWISE = "loss"  # where there is none of these
 
 
 def looked_at(names: Iterable[str]) -> dict[str, str]:
-    """Of these metrics, as "stage/metric", the one for each label that has one."""
+    """For each label, the first of these metrics ("stage/metric") that belongs to it."""
     there = list(names)
     found = {}
     for label, wanted in HEADLINES.items():
@@ -43,19 +43,19 @@ def looked_at(names: Iterable[str]) -> dict[str, str]:
 
 
 def interval_of(name: str) -> str:
-    """The metric that is half the width of a mean's interval."""
+    """The metric that holds half the width of a mean's confidence interval."""
     return f"{name.removesuffix('/mean')}/interval95"
 
 
 def headlines(metrics: Mapping[str, float]) -> str:
-    """The few metrics that a line has room for."""
+    """The few metrics that fit on a line."""
     found = looked_at(metrics)
     shown = [label for label in ON_A_LINE if label in found] or [label for label in (OTHERWISE,) if label in found]
     return "  ".join(f"{label} {metrics[found[label]]:.4g}" for label in shown)
 
 
 NO_UNIT, UNKNOWN = "no unit", "value"
-# A pattern of a metric's name -> what its numbers are; the first that fits. "no unit": ratios, norms and coefficients.
+# A pattern of a metric's name -> its unit; the first match counts. "no unit": ratios, norms and coefficients.
 UNITS = {
     r"tokens(/|_per_)s(econd)?$": "tokens per second",
     r"seconds|_s$": "seconds",
@@ -71,5 +71,5 @@ UNITS = {
 
 
 def unit_of(metric: str) -> str:
-    """The unit of a metric as a word, `NO_UNIT` where it has none, `UNKNOWN` where its name does not tell."""
+    """The unit of a metric in words: `NO_UNIT` if it has none, `UNKNOWN` if its name does not tell."""
     return next((unit for pattern, unit in UNITS.items() if re.search(pattern, metric)), UNKNOWN)

@@ -1,8 +1,8 @@
-"""Small pieces of html for reprs, and numbers as people read them.
+"""Small pieces of html for reprs, and numbers formatted for people.
 
-Colours come from the page (`currentColor`, transparent grounds), so that light and dark themes both work. Styles are
-inline: viewers of saved notebooks drop style sheets. A class that uses these defines `__repr__` (text, under 80
-characters a line) and `_repr_html_`; IPython sends both.
+Colours come from the page (`currentColor`, transparent backgrounds), so that light and dark themes both work. Styles
+are inline, because viewers of saved notebooks drop style sheets. A class that uses these functions defines `__repr__`
+(text, under 80 characters a line) and `_repr_html_`; IPython sends both.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ _LINE = "1px solid color-mix(in srgb, currentColor 20%, transparent)"
 _TABLE = "border-collapse:collapse;font-size:13px;background:transparent;color:inherit;margin:4px 0"
 _PLAIN = "font-size:12px;display:inline-table;margin:4px 16px 4px 0;vertical-align:top"
 _CELL = f"padding:2px 12px 2px 4px;border:0;border-bottom:{_LINE};background:transparent"
-_CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px"
+_CAPTION = (  # up to 60 characters wide, also above a narrower table
+    "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px;margin-right:min(0px,100% - 60ch)"
+)
 
 
 class Markup(str):
-    """Html that a cell or a head of a table shows as it is."""
+    """Html that a table shows unescaped."""
 
 
 _shown: OrderedDict[str, int] = OrderedDict()
 
 
 def picture_id(content: str) -> str:
-    """An id of a picture that no other on its page has: browsers resolve an id to its first place, also where that is
-    hidden. A digest, so that a saved notebook stays the same when it is run again, and how often it came before."""
+    """An id that no other picture on the page has: browsers resolve an id to its first occurrence, even a hidden one.
+    It is a digest with a counter, so that rerunning a notebook gives the same file."""
     digest = hashlib.sha256(content.encode()).hexdigest()[:10]
     count = _shown.pop(digest, 0) + 1
     _shown[digest] = count
@@ -45,10 +47,10 @@ def picture_id(content: str) -> str:
 def table(
     rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] | None = None, caption: str = "", max_rows: int = 20
 ) -> str:
-    """An html table of the first `max_rows` rows; a last line says how many are hidden. Everything but
-    `Markup` is escaped.
+    """An html table of the first `max_rows` rows; a last line gives the number of hidden rows. Everything but `Markup`
+    is escaped.
 
-    columns: which, in which order; default: the keys in order of appearance. A key that a row lacks is an empty cell.
+    columns: names in order; default: the keys in order of appearance. A missing key gives an empty cell.
     """
     shown = rows[:max_rows]
     if columns is None:
@@ -63,7 +65,7 @@ def table(
 
 
 def numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> str:
-    """A plain table of many figures, a row each, its first cell the row's name: the least html. Escaped."""
+    """A compact table of many figures; the first cell of a row is its name. Escaped."""
     head = "".join(f'<th scope="col">{escape(str(name))}</th>' for name in heads)
     lines = "".join(
         f'<tr><th scope="row">{escape(str(first))}</th>{"".join(f"<td>{escape(str(one))}</td>" for one in others)}</tr>'
@@ -74,12 +76,12 @@ def numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, captio
 
 
 def folded(title: str, html: str) -> str:
-    """Html that its title opens; nothing where there is none."""
+    """Html behind a title that opens it; "" if there is none."""
     return f"<details><summary>{escape(title)}</summary>{html}</details>" if html else ""
 
 
 def svg(inner: str, width: float, height: float, label: str, *, role: str = "img", font: str = "11px") -> str:
-    """An svg of this size around its drawing, with its label for those who do not see it; the label is escaped."""
+    """An svg of this size around a drawing. label: read by screen readers; it is escaped."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="{role}" aria-label="{escape(label)}" '
@@ -88,13 +90,13 @@ def svg(inner: str, width: float, height: float, label: str, *, role: str = "img
 
 
 def text(text: str) -> str:
-    """Escaped, and without the control characters that XML does not allow."""
+    """Escape text, and drop control characters that XML forbids."""
     return escape("".join(character for character in text if character.isprintable() or character == "\n"))
 
 
 def legend(entries: Iterable[tuple[str, str, str, str]], width: float, y: float) -> tuple[str, float]:
-    """Boxes with words behind them, in lines from y on; and where these end. entries: the words, the attributes of the
-    box, and a letter in it with its colour."""
+    """Boxes with labels, in lines from y on; returns the svg and the y below it. entries: label, attributes of the box,
+    and a letter in it with its colour."""
     parts, x = list[str](), 4.0
     for words, look, letter, ink in entries:
         needed = 36 + 7 * len(words)
@@ -161,7 +163,7 @@ def _text(value: Any) -> str:
 
 
 SVG = "http://www.w3.org/2000/svg"
-# an image has no colours from its page: ink on paper, which light and dark pages both show
+# an image cannot use its page's colours: dark text on a light background is readable on every page
 PAPER = "color:#222222;background:#ffffff"
 _TAG = re.compile(r"<(/?)svg\b[^>]*?(/?)>")
 _ATTRIBUTE = re.compile(r'\s(aria-label|width|height|style|xmlns)="([^"]*)"')
@@ -170,18 +172,18 @@ _NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 def as_images(html: str) -> str:
-    """Html in which each svg is an `<img>` that holds it, without tips and links: for GitHub, and JupyterLab with an
-    untrusted notebook, which drop svg."""
+    """Replace each svg by an `<img>` that contains it, without tooltips and links: GitHub, and JupyterLab with an
+    untrusted notebook, drop svg elements."""
     return _each_svg(html, _image)
 
 
 def without_svgs(html: str, words: str) -> str:
-    """Html with words, which are escaped, in the place of each svg."""
+    """Replace each svg by words, which are escaped."""
     return _each_svg(html, lambda drawing: f"<p>{escape(words)}</p>")
 
 
 def _each_svg(html: str, put: Callable[[str], str]) -> str:
-    """Html with something else in the place of each svg, those inside an svg left alone."""
+    """Replace each outer svg; svgs inside an svg stay."""
     parts, at, depth, start = [], 0, 0, 0
     for tag in _TAG.finditer(html):
         if tag[1] != "/":

@@ -21,7 +21,8 @@ Life = tuple[float, float]  # from when to when a lane is there, unix times
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a device does not compute. column: of its seconds in a table. letter: small, as those of roles are large."""
+    """A reason why a device is idle. column: its column of seconds in a table. letter: lower case, as roles have upper
+    case."""
 
     column: str
     letter: str
@@ -43,13 +44,13 @@ CAUSES = (
 DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)
 
-QUEUED, PULLS, COMPUTES = range(3)  # what a span is to its device
-WORK = {"queue": QUEUED, "transfer": PULLS}  # by its kind; each other one computes
+QUEUED, PULLS, COMPUTES = range(3)  # classes of spans
+WORK = {"queue": QUEUED, "transfer": PULLS}  # by the kind of span; all other kinds compute
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Times at which a device did not compute, by start: columns of equal length. cause: index in `CAUSES`."""
+    """Periods in which a device did not compute, by start, as columns of equal length. cause: index in `CAUSES`."""
 
     lane: NDArray[np.uint16]
     start_s: NDArray[np.float64]
@@ -57,14 +58,14 @@ class Gaps:
     cause: NDArray[np.uint8]
 
     def seconds(self, lanes: int, start_s: float, end_s: float) -> NDArray[np.float64]:
-        """By lane and cause, within a window."""
+        """Idle seconds by lane and cause, within a window."""
         within = np.minimum(self.end_s, end_s) - np.maximum(self.start_s, start_s)
         cell = self.lane.astype(np.intp) * len(CAUSES) + self.cause
         found = np.bincount(cell, np.maximum(within, 0.0), lanes * len(CAUSES))
         return found.astype(np.float64).reshape(lanes, len(CAUSES))
 
     def uncalled(self, start_s: float, end_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Starts and ends of the stretches of a window in which no stage ran on any device and nothing was called."""
+        """Starts and ends of the parts of a window in which no device ran a stage and nothing was called."""
         here = self.cause == UNCALLED
         found = _Times.union(*(np.clip(times[here], start_s, end_s) for times in (self.start_s, self.end_s)))
         return found.start, found.end
@@ -73,11 +74,11 @@ class Gaps:
 def lives_of(
     first_s: Sequence[float], last_s: Sequence[float], live: Sequence[bool], moves_s: Sequence[float]
 ) -> list[Life]:
-    """From when to when each lane is there, as far as its spans and the changes of placement tell.
+    """When each lane existed, as far as its spans and the placement changes show.
 
-    first_s, last_s: start of a lane's first span, end of its last; inf and -inf for none. live: whether it is there
-    now. moves_s: when changes of placement began, in order. A lane comes with the last change before its first span,
-    and one that is gone goes with the first after its last span.
+    first_s, last_s: start of a lane's first span, end of its last; inf and -inf for none. live: whether it exists now.
+    moves_s: when placement changes began, in order. A lane begins with the last change before its first span; a lane
+    that no longer exists ends with the first change after its last span.
     """
     lives = []
     for first, last, lives_on in zip(first_s, last_s, live, strict=True):
@@ -88,14 +89,14 @@ def lives_of(
 
 
 def within(life: Life, start_s: float, end_s: float) -> Life:
-    """What of a window a lane is there for; a window of no length where that is nothing."""
+    """The part of a window in which a lane exists; of length 0 if there is none."""
     start_s = min(max(start_s, life[0]), end_s)
     return start_s, max(min(end_s, life[1]), start_s)
 
 
 @dataclass(frozen=True)
 class _Times:
-    """Intervals that do not touch, in order."""
+    """Intervals in order that do not touch."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -113,7 +114,7 @@ class _Times:
         return np.concatenate([self.start, self.end])
 
     def hold(self, times: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """For each time whether it, and what follows, lies in one of them."""
+        """For each time, whether an interval contains it and the moment after it."""
         if not len(self.start):
             return np.zeros(len(times), bool)
         at = np.searchsorted(self.start, times, side="right") - 1
@@ -125,10 +126,10 @@ ACTS = ("move", "saved", "recovered", "restarted")  # events with the seconds th
 
 @dataclass
 class Callers:
-    """Who called what, from the events of a run.
+    """What called each run, read from a run's events.
 
-    of_run: by run, the cell that called it, or the button of a panel ("" and a number), and in which session of a
-    kernel. acts: from when to when roles were moved, a checkpoint was written, or hosts were started again.
+    of_run: by run, the cell that called it, or a panel's button ("" and a number), and the kernel session. acts:
+    periods in which roles moved, a checkpoint was written, or hosts were restarted.
     """
 
     of_run: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
@@ -157,13 +158,13 @@ Row = Mapping[str, Any]  # of a span: the columns of `lab.spans()`
 
 
 def called_s(times: Row) -> float:
-    """Of a row of `DeviceSpans.times`: the time in which some stage was called."""
+    """From a row of `DeviceSpans.times`: the seconds in which any stage was called."""
     return float(times["window_s"] - times["uncalled_s"])
 
 
 class DeviceSpans:
-    """Spans, N of them. lanes: (pool, device), those given and then the spans' own. lane: [N], numbers of these. work:
-    [N], see `WORK`. run, start_s, end_s: [N]."""
+    """N spans. lanes: (pool, device), first the given ones, then others found in the spans. lane: [N], indices of
+    lanes. work: [N], see `WORK`. run, start_s, end_s: [N]."""
 
     def __init__(self, rows: Sequence[Row], lanes: Collection[Lane] = ()) -> None:
         places = [(row.get("pool", ""), row.get("device", "")) for row in rows]
@@ -175,18 +176,18 @@ class DeviceSpans:
         self.start_s, self.end_s = (np.array([row[name] for row in rows], float) for name in ("start_s", "end_s"))
 
     def lives(self, live: Collection[Lane], moves_s: Sequence[float]) -> list[Life]:
-        """`lives_of` the lanes. live: those that are there now."""
+        """Apply `lives_of` to the lanes. live: those that exist now."""
         first_s, last_s = np.full(len(self.lanes), np.inf), np.full(len(self.lanes), -np.inf)
         np.minimum.at(first_s, self.lane, self.start_s)
         np.maximum.at(last_s, self.lane, self.end_s)
         return lives_of(first_s.tolist(), last_s.tolist(), [one in live for one in self.lanes], moves_s)
 
     def gaps(self, window: Life, lives: Sequence[Life] | None = None, callers: Callers | None = None) -> Gaps:
-        """Every time in a window at which a device does not compute, each with the one cause that it has.
+        """All idle periods of a window, each with its one cause.
 
-        lives: by lane, see `lives_of`; None: each is there all the time. callers: what called the runs; None: each was
-        called by itself. The gaps of a lane do not overlap; with its computing they fill what of the window it is there
-        for.
+        lives: by lane, see `lives_of`; None: all exist the whole time. callers: what called the runs; None: each run
+        was called separately. The gaps of a lane do not overlap; gaps and computing together fill the time in which it
+        exists.
         """
         callers = callers or Callers()
         runs, each = np.unique(self.run, return_inverse=True)

@@ -38,8 +38,8 @@ def lanes_of(seen: Iterable[Lane], devices: Sequence[str]) -> list[Lane]:
 
 
 class Bar(NamedTuple):
-    """A span and its place. sublane: bars of one device at the same time have one each. level: 0 for the bar of a
-    stage, 1 for a span inside it, 2 for one inside that, 3 for the line of its time in the queue."""
+    """A span and its place. sublane: separates bars that overlap in time on one device. level: 0 for the bar of a
+    stage, 1 for a span inside it, 2 for a span inside that, 3 for the line of its queue time."""
 
     row: Mapping[str, Any]
     lane: Lane
@@ -52,7 +52,7 @@ class Bar(NamedTuple):
 
 
 def bars_of(rows: Iterable[Mapping[str, Any]]) -> list[Bar]:
-    """A bar for each span: those of the queue, of stages, and of what is inside them, each by their start."""
+    """A bar for each span (queue, stage, and nested spans), by start."""
     ordered = sorted(rows, key=lambda row: (row["start_s"], -row["end_s"]))
     free_s: dict[Lane, list[float]] = {}  # by lane: when each sub-lane is free again
     stages: dict[Hashable, list[Bar]] = {}  # by call
@@ -86,7 +86,7 @@ def bars_of(rows: Iterable[Mapping[str, Any]]) -> list[Bar]:
             else:  # the bar of its stage has not come, or lies outside of what is drawn
                 add_stage(row)
     bars = [bar for found in stages.values() for bar in found]
-    # on top lie the deeper bars, and of several stages in the queue the one that runs next
+    # deeper bars are drawn on top, and of several queued stages the one that runs next
     queued.sort(key=lambda bar: -bar.row["end_s"])
     return [*queued, *sorted(bars, key=lambda bar: bar.row["start_s"]), *sorted(inside, key=lambda bar: bar.level)]
 
@@ -110,23 +110,23 @@ class Folding:
 
     @cached_property
     def _knots(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times at which the slope changes, and what was left out of the picture until each."""
+        """Times at which the slope changes, and the seconds left out before each."""
         times = np.stack([self.start_s, self.end_s], axis=1).ravel()
         left_out = np.cumsum(self.end_s - self.start_s - self.width_s)
         return times, np.stack([np.append(0.0, left_out)[:-1], left_out], axis=1).ravel()
 
     def drawn(self, time_s: Any) -> Any:
-        """Where times are drawn, seconds from the left edge."""
+        """The drawn position of times, in seconds from the left edge."""
         times, left_out = self._knots
         return time_s - np.interp(time_s, times, left_out) if len(times) else time_s
 
     def time(self, drawn_s: Any) -> Any:
-        """What is drawn there: the inverse of `drawn`."""
+        """The time at a drawn position: the inverse of `drawn`."""
         times, left_out = self._knots
         return drawn_s + np.interp(drawn_s, times - left_out, left_out) if len(times) else drawn_s
 
     def kept(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
-        """What of a window lies outside of the breaks."""
+        """The parts of a window outside the breaks."""
         edges = np.clip(np.concatenate([[start_s], self._knots[0], [end_s]]), start_s, end_s).reshape(-1, 2)
         return [(a, b) for a, b in edges.tolist() if b > a]
 

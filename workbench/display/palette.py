@@ -1,5 +1,5 @@
-"""How a role looks in every picture: a colour that colour-blind readers tell apart, and a letter for the rest; and how
-a number becomes a colour.
+"""How a role looks in every picture: a colour that colour-blind readers can tell apart, and a letter; and how numbers
+become colours.
 
 Colours: Okabe and Ito, "Color Universal Design", 2008. `ink` is the text colour with the higher contrast on each.
 """
@@ -41,7 +41,7 @@ ROLE_STYLES = {
     "notebook": RoleStyle(colour="#f0e442", letter="F"),
 }
 AS_PREDICTED = RoleStyle(colour="#bbbbbb", letter="")
-# Of a measured call by the error of its prediction, predicted by measured less 1: PuOr of ColorBrewer.
+# Colours by the error of a prediction, predicted / measured - 1: PuOr of ColorBrewer.
 ERROR_STYLES = {
     "took far longer (error below -30 %)": RoleStyle(colour="#e66101", letter=""),
     "took longer (below -10 %)": RoleStyle(colour="#fdb863", letter=""),
@@ -69,17 +69,17 @@ STRONGEST = 0.62  # beyond it text is hard to read on the page
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a number becomes a colour.
+    """Maps a number to a colour.
 
-    "diverging": blue below 0, orange above it, strongest at `limit` and beyond. "ratio": so around 1, by the logarithm,
-    whose limit it is. "sequential": from 0, without colour, down to -limit, in green: log-probabilities.
+    "diverging": blue below 0, orange above, strongest at `limit` and beyond. "ratio": the same around 1, on a log scale
+    that ends at `limit`. "sequential": green, from none at 0 down to -limit: log-probabilities.
     """
 
     kind: Literal["diverging", "ratio", "sequential"]
     limit: float
 
     def place(self, value: float) -> float:
-        """Where a number is on the scale: from -1 to 1, 0 without colour; NaN for none."""
+        """The position of a number on the scale: -1 to 1, with 0 uncoloured; NaN for NaN."""
         if math.isnan(value):
             return math.nan
         if self.kind == "ratio":
@@ -90,14 +90,14 @@ class Scale:
         return math.exp(place * self.limit) if self.kind == "ratio" else place * self.limit
 
     def colour(self, value: float) -> str:
-        """As #rrggbbaa; "" for no colour."""
+        """The colour as #rrggbbaa; "" for none."""
         place = self.place(value)
         strength = 0 if math.isnan(place) else round(abs(place) * STRONGEST * 255)
         hue = UNLIKELY if self.kind == "sequential" else BELOW if place < 0 else ABOVE
         return f"{hue}{strength:02x}" if strength else ""
 
     def legend(self, title: str, meaning: str = "") -> str:
-        """A line with the colours, and the number of each."""
+        """A line with the colours and their numbers."""
         places = (-1.0, -0.5, 0.0) if self.kind == "sequential" else (-1.0, -0.5, 0.0, 0.5, 1.0)
         ends = {-1.0: "\N{LESS-THAN OR EQUAL TO} ", 1.0: "\N{GREATER-THAN OR EQUAL TO} "}
         boxes = "".join(

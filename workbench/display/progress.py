@@ -41,7 +41,7 @@ def is_quiet() -> bool:
 
 
 class TerminalLine:
-    """A line that is written over; on exit the terminal is as before."""
+    """A line that is overwritten in place; on exit the terminal is clean again."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -56,14 +56,14 @@ class TerminalLine:
         self.show("")
 
     def head(self, text: str) -> None:
-        """Show `text`, and before all that lines show from now on."""
+        """Show `text` before everything that the line shows from now on."""
         global _heading
         _heading = text
         self.show("")
 
 
 class _NotebookLine:
-    """A display that is updated in place and left empty, so that a saved notebook holds no half bar."""
+    """A display that is updated in place and emptied at the end, so that a saved notebook holds no unfinished bar."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -88,9 +88,9 @@ class Progress:
         with Progress("update_actor") as bar:
             bar.update(done=3, total=8, tokens=5120)
 
-    In a notebook the line is a display, in a terminal a line on stderr; where stderr goes to a file or a pipe there is
-    none. `unit` names what is counted. Call `update` as often as you like, also when nothing has changed. `ticks`: a
-    thread calls it, for work that does not come back before it is done.
+    In a notebook the line is a display, in a terminal a line on stderr; if stderr is a file or a pipe there is none.
+    `unit` names the counted things. Call `update` as often as you like. `ticks`: a thread refreshes the line, for calls
+    that block until they are done.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Progress:
         self._line = None  # a backend that was opened with `note` calls it when it starts hosts later, in another cell
 
     def note(self, text: str) -> None:
-        """Show what is waited for, after the name of the whole."""
+        """Show what it waits for, after its title."""
         self._noted = f": {text}"
         self.update(0, 0)
 
@@ -144,7 +144,7 @@ class Progress:
         self._is_shown, self._shown_s = True, now_s
 
     def text(self, elapsed_s: float, done: int, total: int, tokens: int) -> str:
-        """The line. The time left supposes that the rest goes as fast as what is done."""
+        """The line. The remaining time assumes that the rest takes as long per unit as the part that is done."""
         parts = [f"{self.label}{self._noted}"]
         if total:
             parts.append(f"{done:,}/{total:,} {self.unit}")
@@ -159,12 +159,13 @@ class Progress:
 
 
 def note(text: str) -> None:
-    """Tell the user something: below the cell of a notebook, elsewhere on stderr. A script's stdout is its result."""
+    """Tell the user something: below the cell of a notebook, elsewhere on stderr, because stdout is for a script's
+    result."""
     print(text, file=None if in_notebook() else sys.stderr)
 
 
 def line(stream: TextIO | None) -> TerminalLine | _NotebookLine | None:
-    """The line of this thread that can be written over, if there is one, on a stream or where the user looks."""
+    """The line of this thread that can be overwritten, if any: on a stream, or where the user looks."""
     if is_quiet():
         return None
     if stream is None and threading.current_thread() is not threading.main_thread():
@@ -176,14 +177,14 @@ def line(stream: TextIO | None) -> TerminalLine | _NotebookLine | None:
 
 
 class Iterations:
-    """Shows how far a loop of `total` iterations is, how long the rest takes, and what the newest one's metrics are.
+    """Shows the progress of a loop of `total` iterations, the remaining time, and the newest metrics.
 
         with Iterations("PPO", 20) as shown:
             for _ in range(20):
                 shown.done(iterate())
 
-    The line of a terminal stays when the loop is over. In a notebook, whose panel shows it, there is none, nor in a
-    thread of a panel's.
+    In a terminal the line stays after the loop. A notebook has no line, because its panel shows the progress; neither
+    has a panel's thread.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Iterations:
             print(self.text(), file=self._stream, flush=True)
 
     def done(self, metrics: Mapping[str, float]) -> None:
-        """One more iteration is over, with these metrics as {"stage/metric": value}."""
+        """Count an iteration, with its metrics as {"stage/metric": value}."""
         self.finished += 1
         self._values = headlines(metrics)
         self._show()
@@ -221,15 +222,15 @@ class Iterations:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the line is away: what the caller does there may print."""
+        """Hide the line inside this block, so that the caller can print."""
         if self._line is not None:
             self._line.head("")
         yield
         self._show()
 
     def text(self) -> str:
-        """The line: iterations that are over, of how many; the time that it took or that is left; values. The time left
-        supposes that the rest goes as fast as what is done."""
+        """The line: finished iterations of the total; elapsed or remaining time; values. The remaining time assumes a
+        constant speed."""
         elapsed_s = self._clock() - self._start_s
         parts = [self.label, f"{self.finished}/{self.total}"]
         if 0 < self.finished < self.total:

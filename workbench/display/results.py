@@ -1,4 +1,4 @@
-"""What a loop returns: a frame with a row an iteration, which a notebook shows with what one looks at first."""
+"""The result of a loop: a frame with a row an iteration; a notebook shows the most important metrics first."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTH, HEIGHT, EDGE = 96, 20, 3
 
 
 def sparkline(values: Sequence[float], label: str) -> Markup:
-    """The values from left to right, from the smallest below to the largest above; what is not finite is a gap, and the
-    last value is marked. label: for those who do not see it."""
+    """Draw the values from left to right; values that are not finite are gaps, and the last value is marked. label: for
+    screen readers."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return Markup("")
@@ -45,11 +45,11 @@ MOST_ROWS = 20
 
 
 class Results(pd.DataFrame):
-    """Metrics of iterations as "stage/metric", those that one looks at in front; what is made from it, such as a part
-    of it, is a plain frame.
+    """Metrics of iterations as "stage/metric", the most important first. Frames derived from it, such as slices, are
+    plain frames.
 
-    attrs: "algorithm", its name; "seconds", how long each iteration took: no column, so that frames of two runs with
-    equal metrics are equal.
+    attrs: "algorithm", its name; "seconds", the duration of each iteration. It is no column, so that frames of two runs
+    with equal metrics are equal.
     """
 
     @classmethod
@@ -68,7 +68,7 @@ class Results(pd.DataFrame):
         return pd.DataFrame
 
     def _looked_at(self) -> dict[str, list[tuple[float, float]]]:
-        """By label, for each iteration: its value, and half the width of the value's interval; NaN without one."""
+        """By label, for each iteration: the value, and half the width of its interval; NaN if there is none."""
         seconds, no_widths = self.attrs.get("seconds", []), [math.nan] * len(self)
         columns = {}
         for label, name in looked_at(self.columns).items():
@@ -114,7 +114,7 @@ class Results(pd.DataFrame):
         return pd.to_numeric(self[name], errors="coerce").astype(float).tolist()
 
     def _others(self, shown: set[str]) -> str:
-        """A row for each other metric, behind a fold."""
+        """A row for each other metric, in a fold."""
         rows = []
         for name in self.columns:
             if name in shown:

@@ -32,15 +32,15 @@ MOST_SHOWN = 64  # rows
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of a range: from_s and to_s, seconds from the start of what is drawn.
+    """Sums of a range: from_s and to_s, seconds from the start of the picture.
 
-    stages: a row for each role, stage and kind, the longest role and stage first. spans: how many lie in the range, at
-    least in part. span_s: their seconds in it, of all devices; processed_tokens and moved_bytes: a span that the range
-    cuts counts by its share of time, so that the sums of two halves are those of the whole. parent: the kind of the
-    span that these lie in, "" for none; so a token is in the row of its stage, and once more in that of its pass.
+    stages: a row for each role, stage and kind, the longest role and stage first. spans: how many overlap the range.
+    span_s: their seconds in it, of all devices. processed_tokens and moved_bytes: a span that the range cuts counts by
+    its share of time, so that the sums of two halves add up to the whole. parent: the kind of the enclosing span, ""
+    for none; a token therefore counts in the row of its stage and again in the row of its pass.
 
-    idle: a row for each cause, seconds of all devices. device_s: seconds of all devices in the range; what is neither
-    in idle is busy_s.
+    idle: a row for each cause, seconds of all devices. device_s: seconds of all devices in the range; busy_s is
+    device_s without idle.
     """
 
     from_s: float
@@ -52,12 +52,12 @@ class Sums:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of all devices in which some role computed."""
+        """Seconds of all devices in which a role computed."""
         return self.device_s - sum(row["idle_s"] for row in self.idle)
 
     @property
     def called_s(self) -> float:
-        """Seconds of all devices in which something was called: what shares are of."""
+        """Seconds of all devices in which anything was called: the denominator of shares."""
         return self.device_s - sum(row["idle_s"] for row in self.idle if row["cause"] == CAUSES[UNCALLED].words)
 
     @property
@@ -102,8 +102,8 @@ class Sums:
 def sums_of(
     rows: Sequence[Row], gaps: Gaps, present: Mapping[int, Life], start_s: float, range_s: tuple[float, float]
 ) -> Sums:
-    """Sums of a range, unix times. present: by lane, from when to when it is there. start_s: what `Sums.from_s` counts
-    from."""
+    """Sums of a range of unix times. present: by lane, the period in which it exists. start_s: the origin of
+    `Sums.from_s`."""
     import pandas
 
     from_s, to_s = range_s
@@ -115,7 +115,7 @@ def sums_of(
     at_once = (whole_s <= 0) & spans["start_s"].between(from_s, to_s, inclusive="left")
     inside = spans[(spans["span_s"] > 0) | at_once].assign(spans=1)
     sums = inside.groupby(GROUPED, as_index=False)[["spans", *added]].sum()
-    # the rows of a stage together; the stage whose own spans took longest first
+    # group rows by stage; the stage whose own spans took longest comes first
     own_s = sums["span_s"].where(sums["parent"] == "", 0.0).groupby([sums["role"], sums["stage"]]).transform("sum")
     first, rising = ["own_s", "role", "stage", "parent", "span_s"], [False, True, True, True, False]
     sums = sums.assign(own_s=own_s).sort_values(first, ascending=rising).drop(columns="own_s")
@@ -144,8 +144,8 @@ class Timeline:
     """A drawn timeline. `svg` can be saved as a file; `summary` has one row a device: see `DeviceSpans.times`.
     `sums(from_s, to_s)` adds up a range.
 
-    rows, lanes, gaps, present, window: what it was drawn from: spans, devices, idle time of these, from when to when
-    each that is drawn is there, by its number, and the times at both edges. folding: of seconds from the left one.
+    rows, lanes, gaps, present, window: its data: spans, devices, their idle periods, when each drawn lane exists (by
+    lane number), and the unix times of both edges. folding: of seconds from the left edge.
     """
 
     drawn: str
@@ -159,7 +159,7 @@ class Timeline:
 
     @property
     def length_s(self) -> float:
-        """What is drawn, in seconds of the picture."""
+        """The drawn seconds, after folding."""
         return float(self.folding.drawn(self.window[1] - self.window[0]))
 
     @property
@@ -168,18 +168,18 @@ class Timeline:
 
     @property
     def svg(self) -> str:
-        """The picture, each time with ids of its own."""
+        """The picture; each call gives it new ids."""
         return self.drawn.replace(ID, f"t{picture_id(self.drawn)}-")
 
     @property
     def inline_svg(self) -> str:
-        """The picture as a part of a page, whose text colour it takes."""
+        """The picture for embedding in a page, in the page's text colour."""
         return self.svg.replace(f'color="{ON_ANY_GROUND}" ', "", 1)
 
     @checked_call("timeline.sums")
     def sums(self, from_s: float = 0.0, to_s: float | None = None) -> Sums:
-        """What lies between two times of the axis, seconds; None: the end. By stage, role and kind, and idle time by
-        its cause. Raises `BadInput` where there is no time between them."""
+        """Add up the range between two times of the axis, in seconds; None: the end. By stage, role and kind, and idle
+        time by cause. Raises `BadInput` for an empty range."""
         start_s, end_s = self.window
         length_s = end_s - start_s
         from_s, to_s = max(float(from_s), 0.0), length_s if to_s is None else min(float(to_s), length_s)
@@ -212,8 +212,8 @@ class Timeline:
 
 
 def times_table(summary: Sequence[Row], caption: str = "") -> str:
-    """An html table of what devices did and waited for: a row of `Timeline.summary` each. Shares are of the time in
-    which some stage was called."""
+    """An html table of what devices did and waited for: one row for each row of `Timeline.summary`. Shares are of the
+    time in which any stage was called."""
 
     def cell(row: Row, name: str) -> str:
         if not row[name]:
@@ -243,9 +243,9 @@ def timeline(
 ) -> Timeline:
     """Draw spans (the spans frame, or dicts with its columns).
 
-    devices: which lanes come first; one without a span gets an empty lane. start, end: unix times between which to
-    draw, such as the first and last of the newest iterations; default: all. callers: what called the runs; default:
-    each was called by itself. fold: draw long stretches in which nothing was called as narrow breaks.
+    devices: lanes that come first; a device without spans gets an empty lane. start, end: unix times between which to
+    draw, such as those of the newest iterations; default: all. callers: what called the runs; default: each run was
+    called separately. fold: draw long stretches in which nothing was called as narrow breaks.
     Raises `BadInput`.
     """
     rows: list[Any] = list(spans) if isinstance(spans, Sequence) else spans.to_dict("records")
@@ -261,7 +261,7 @@ def timeline(
 
 def comparison(sides: Mapping[str, Sequence[Row]]) -> Timeline:
     """Draw several accounts of the same time, from 0 on, such as predicted and measured: a lane for each pool and side.
-    A row's error gives its colour, see `ERROR_STYLES`, and its `told` is the second line of its tooltip."""
+    A row's error sets its colour, see `ERROR_STYLES`; its `told` is the second line of its tooltip."""
     rows = [{**row, "device": side} for side, own in sides.items() for row in own]
     found = DeviceSpans(rows, lanes_of(((row["pool"], row["device"]) for row in rows), list(sides)))
     ends_s = {side: max(row["end_s"] for row in own) for side, own in sides.items()}
@@ -278,8 +278,8 @@ def drawn(
     rows: Sequence[Row], spans: DeviceSpans, gaps: Gaps, present: Mapping[int, Life], window: Life, *,
     fold: bool, width: int = 960, most: int = MOST_BARS, zoom: float = 1.0,
 ) -> Timeline:  # fmt: skip
-    """Draw the spans of a window. spans, gaps: of this window, or of a longer one. present: the lanes that are drawn,
-    in order, by number in `spans`. width, most, zoom: see `Drawing`."""
+    """Draw the spans of a window. spans, gaps: of this window, or of a longer one. present: the drawn lanes in order,
+    by their number in `spans`. width, most, zoom: see `Drawing`."""
     times = spans.times(present, gaps)
     numbers = {spans.lanes[number]: number for number in present}
     folding = folding_of(gaps, window) if fold else NOTHING_FOLDED

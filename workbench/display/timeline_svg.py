@@ -1,7 +1,7 @@
-"""Draws the bars of a timeline, and the gaps between them, as SVG.
+"""Draw the bars of a timeline, and the gaps between them, as SVG.
 
-Places in the plot are shares of its width: a page zooms by making the group `wb-tl-moves` wider, and pans by moving it.
-What has no room (`data-room`, a share of the width) at a width is hidden: below `data-least` pixels.
+Positions in the plot are shares of its width: a page zooms by widening the group `wb-tl-moves`, and pans by moving it.
+Elements narrower than `data-least` pixels (their `data-room`, a share of the width, times the width) are hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUEUE_LABEL = "in the queue"
 ON_ANY_GROUND = "#777777"  # text of a picture that cannot know the page's theme: 4.5:1 on white, 4.2:1 on near black
 ID = "\0"  # placeholder of the picture's id; `text` lets no such character through
 
-# What is drawn in a tile of 6 x 6 pixels to mark a kind of work, or what a device waits for.
+# The hatch of a kind of work, or of a cause of idle time, in a tile of 6 x 6 pixels.
 HATCHES = {
     "transfer": "M-1 5L1 7M0 0L6 6M5-1L7 1",
     "generate": "M0 3H6",
@@ -49,11 +49,11 @@ SHADES = {
 
 
 class Drawing:
-    """Draws the bars of a window, unix times.
+    """Draws the bars of a window of unix times.
 
-    numbers: of the lanes in `gaps`, in the order in which they are drawn. times: see `DeviceSpans.times`, a row a lane.
-    most: how many bars are drawn: those of stages, then the longest; of gaps half as many. zoom: up to how many times
-    as wide a page may make it; what has room only then is in the picture, hidden.
+    numbers: the lanes in `gaps`, in drawing order. times: see `DeviceSpans.times`, a row a lane. most: the number of
+    bars: those of stages first, then the longest; of gaps half as many. zoom: how many times wider a page may make it;
+    elements that only fit when zoomed are in the picture, hidden.
     """
 
     def __init__(
@@ -125,21 +125,21 @@ class Drawing:
     # --- places -------------------------------------------------------------------------------------------------------
 
     def share(self, time_s: Any) -> Any:
-        """Where a unix time is drawn, as a share of the width, 0 to 1."""
+        """The position of a unix time, as a share of the width, 0 to 1."""
         return self.folding.drawn(np.clip(time_s, self.start_s, self.end_s) - self.start_s) / self.length_s
 
     def _place(self, left: float, right: float) -> str:
         return f'x="{_percent(left)}" width="{_percent(right - left)}"'
 
     def _room(self, share: float, least: float) -> str | None:
-        """Attributes of what needs so many pixels and has a share of the width; None where it never has room."""
+        """Attributes of an element that needs this many pixels and has a share of the width; None if it never fits."""
         if share * self.plot * self.zoom < least:
             return None
         hidden = ' style="display:none"' if share * self.plot < least else ""
         return f' data-room="{share:.6g}" data-least="{least:g}"{hidden}' if self.zoom > 1 else hidden
 
     def _inside(self, left: float, right: float, y: float, height: float, words: str) -> str:
-        """Words that are cut at the edges of what they are in; left out where there is no room for a letter."""
+        """Text clipped at the edges of its box; left out if not even a letter fits."""
         room = self._room(right - left, LETTER)
         if room is None:
             return ""
@@ -151,7 +151,7 @@ class Drawing:
         name = f"{ID}{kind}-{stroke.lstrip('#')}"
         lines = HATCHES.get(kind) or SHADES.get(kind, "")
         drawn = f'<path d="{lines}" stroke="{stroke}" stroke-width="1.3" fill="none"/>' if lines else ""
-        # the ground of a gap lets its lane through, and a kind without a hatch is all ground
+        # the background of a gap is translucent; a kind without a hatch has only a background
         opacity = 0.06 if kind in SHADES else 0.25 if HATCHES.get(kind) else 0.45
         ground = f'<rect width="6" height="6" fill="{stroke}" fill-opacity="{opacity}"/>'
         self.patterns[kind, stroke] = (
@@ -162,7 +162,7 @@ class Drawing:
     # --- frame --------------------------------------------------------------------------------------------------------
 
     def _legend(self) -> tuple[str, float]:
-        """What is in the picture, by colour, letter and hatch; and its height."""
+        """The colours, letters and hatches in use; and the legend's height."""
         roles = {bar.row["role"] for bar in self.bars}
         kinds = {bar.row["kind"] for bar in self.bars if bar.row["parent"] or bar.row["kind"] == "transfer"}
         entries = [
@@ -186,7 +186,7 @@ class Drawing:
         return legend(entries, self.width, 4)
 
     def _head(self, lane: Lane, times: Mapping[str, Any], y: float) -> str:
-        """The name of a lane, and the share of the time in which it was idle."""
+        """The name of a lane, and its idle share."""
         told = ", ".join(f"{name} {seconds_text(times[f'{name}_s'])}" for name in ("busy", "transfer", "idle"))
         told += f", of which {seconds_text(times['queued_s'])} with a stage in the queue; "
         told += ", ".join(f"{cause.words} {seconds_text(times[cause.column])}" for cause in CAUSES)
@@ -211,8 +211,8 @@ class Drawing:
         return "; ".join(told)
 
     def _axis(self, top: float, bottom: float) -> str:
-        """Ticks at true times, seconds from the start. The step is 1 or 5 times a power of ten; each tick has room up
-        to the next one of its step, or to the next one of a larger step."""
+        """Ticks at true times, seconds from the start. The step is 1 or 5 times a power of ten; a tick is shown if its
+        label fits before the next tick of its step, or of a larger step."""
         step, parts = _step(self.length_s * TICK_ROOM / self.plot), list[str]()
         taken, steps = [-math.inf, math.inf], [step]
         while (step := _step(step / 5)) * self.plot * self.zoom >= TICK_ROOM * self.length_s:
@@ -237,7 +237,7 @@ class Drawing:
         return "".join(parts)
 
     def _breaks(self, top: float, bottom: float) -> str:
-        """What is folded: two dashed lines through all lanes, with its length above them."""
+        """Draw each fold as two dashed lines through all lanes, with its length above."""
         lefts, rights = (self.share(self.start_s + t).tolist() for t in (self.folding.start_s, self.folding.end_s))
         lengths_s = (self.folding.end_s - self.folding.start_s).tolist()
         middles, parts = [(a + b) / 2 for a, b in zip(lefts, rights, strict=True)], list[str]()
@@ -262,7 +262,7 @@ class Drawing:
     # --- gaps and bars ------------------------------------------------------------------------------------------------
 
     def _gaps(self, lane: int, y: float, height: float) -> str:
-        """Those of the picture's longest gaps that are on a lane, with the letter of their cause."""
+        """Draw the longest gaps of the picture that are on this lane, each with the letter of its cause."""
         parts = []
         for n in self.shown_gaps[self.gaps.lane[self.shown_gaps] == lane].tolist():
             cause, left, right = CAUSES[self.gaps.cause[n]], *(edges[n] for edges in self.gap_edges)
@@ -307,7 +307,7 @@ def _label(row: Mapping[str, Any], style: RoleStyle) -> str:
 
 
 def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
-    """What the tooltip of a span says. zero_s: unix time from which its times count."""
+    """The tooltip of a span. zero_s: the unix time that counts as 0."""
     duration_s, tokens = row["end_s"] - row["start_s"], row.get("processed_tokens", 0)
     lines = [
         f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),
@@ -332,6 +332,6 @@ def _percent(share: float) -> str:
 
 
 def _step(least: float) -> float:
-    """The smallest of 1, 5 x 10^k that is at least `least`: each is a whole number of the smaller ones."""
+    """The smallest of 1, 5 x 10^k that is at least `least`: each is a multiple of the smaller ones."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, each with who wrote it."""
+"""The tokens of a prompt, each with its writer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = "template"
 
 
 class WrittenToken(NamedTuple):
-    """text: the characters of the prompt that it stands for; of a special token its name."""
+    """text: the characters of the prompt that it covers; for a special token, its name."""
 
     token_id: int
     text: str
@@ -29,7 +29,7 @@ class WrittenToken(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenTokens:
-    """Tokens in order, coloured by who wrote them: the template, or the message of a role. df: a row a token."""
+    """Tokens in order, coloured by writer: the template, or the message of a role. df: a row a token."""
 
     tokens: tuple[WrittenToken, ...]
     name: str

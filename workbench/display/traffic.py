@@ -1,4 +1,4 @@
-"""Who sent how many bytes to whom: a matrix as a picture, and the figures under it."""
+"""Draw how many bytes each process sent to each other, as a matrix with totals below."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FILL = "#0072b2"  # Okabe and Ito's blue; its opacity shows how many bytes
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes that moved between processes, as counted where they arrived.
+    """Bytes that moved between processes, counted where they arrived.
 
-    matrix: a row a source, a column a destination, bytes. seconds: by destination, the time in which something was on
-    its way to it. what: in words, which movements these are. minimum_bytes: what no schedule could do without, where
-    that is known.
+    matrix: bytes, a row a source, a column a destination. seconds: by destination, the time in which any transfer to it
+    was under way. what: which movements these are, in words. minimum_bytes: the least that any schedule needs, if
+    known.
     """
 
     matrix: pd.DataFrame
@@ -36,7 +36,7 @@ class Traffic:
         return int(self.matrix.to_numpy().sum())
 
     def frame(self) -> pd.DataFrame:
-        """One row a pair that exchanged something: source, destination, moved_bytes; the most first."""
+        """One row for each pair that exchanged bytes: source, destination, moved_bytes; the largest first."""
         pairs = self.matrix.reset_index().melt(id_vars="source", var_name="destination", value_name="moved_bytes")
         moved = pairs[pairs["moved_bytes"] > 0]
         return moved.sort_values("moved_bytes", ascending=False, kind="stable").reset_index(drop=True)
@@ -62,7 +62,7 @@ class Traffic:
 
     @property
     def figures(self) -> str:
-        """In a line: how much, against how little would do, and what was longest on its way."""
+        """One line: bytes moved, the minimum, and the slowest destination."""
         told = f"{self.what}: {bytes_text(self.total_bytes)} in all"
         if self.minimum_bytes is not None:
             told += f", at least {bytes_text(self.minimum_bytes)} needed"
@@ -76,7 +76,7 @@ class Traffic:
 
 
 def traffic(transfers: pd.DataFrame, *, names: Sequence[str], what: str, minimum_bytes: int | None = None) -> Traffic:
-    """The movements of a transfers frame. names: the processes that may occur, in the order of the picture."""
+    """Summarise a transfers frame. names: the processes that may occur, in the order of the picture."""
     others = sorted({*transfers["source"], *transfers["destination"]} - set(names))
     order = [*names, *others]
     summed = transfers.pivot_table(
@@ -89,8 +89,8 @@ def traffic(transfers: pd.DataFrame, *, names: Sequence[str], what: str, minimum
 
 
 def changed_map(changed: pd.DataFrame) -> str:
-    """What updates changed, a row a layer and a column a note: the darker, the more elements changed after rounding, on
-    a log scale. changed: as `lab.changed()` gives it."""
+    """Draw what updates changed, a row a layer and a column an update: darker means that more elements changed
+    after rounding, on a log scale. changed: as `lab.changed()` returns it."""
     keys, names = ["run", "since", "version"], ["trained", "visible"]
     counted = changed.assign(norm=changed["norm"] ** 2, **{n: changed[n] * changed["elements"] for n in names})
     cells = counted.groupby([*keys, "layer"], sort=False, as_index=False)[["elements", *names, "norm"]].sum()

@@ -1,5 +1,5 @@
-"""The one place where tensors are handed to torch.distributed, counted and timed; and the process groups of a pool and
-of a role's layout over its ranks."""
+"""The only module that hands tensors to torch.distributed, counted and timed; and the process groups of a pool, and of
+a role's layout over its ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from workbench.telemetry import Recorder
 
 
 class Communicator:
-    """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
-    nothing is sent. Ranks are numbered within the group.
+    """Collectives over a group of ranks: all ranks of a pool (its default process group), or some of them. A single
+    rank sends nothing. Ranks are numbered within the group.
 
-    group, process_group: torch's; None for the whole pool, and for a single rank. inner: of ranks that compute each
-    layer together: their many small collectives are counted in `moved_bytes`, without spans of their own. hosts: the
-    ranks' names in the record of transfers; without them they are named by pool and rank. sent_bytes: bytes that
-    `exchange` has sent, by destination.
+    process_group: torch's group; None for the whole pool, and for a single rank. inner: the ranks compute each layer
+    together: their many small collectives are counted in `moved_bytes`, without spans of their own. hosts: the ranks'
+    names in the record of transfers; without them ranks are named by pool and number. sent_bytes: bytes that `exchange`
+    has sent, by destination.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Communicator:
             dist.destroy_process_group(self.process_group)
 
     def all_reduce(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Sum over the ranks, or what else `how` says, in place."""
+        """Sum a tensor over the ranks, or reduce it by `how`, in place."""
         if self.world_size > 1:
             with self._counted(tensor.nbytes):
                 dist.all_reduce(tensor, op=how, group=self.process_group)
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
+        """Take the maximum over the ranks, in place."""
         return self.all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in rank order; their first axis may differ."""
+        """Return the tensors of all ranks, in rank order; their first axis may differ."""
         if self.world_size == 1:
             return [tensor]
         lengths = torch.zeros(self.world_size, dtype=torch.int64, device=tensor.device)
@@ -90,14 +90,14 @@ class Communicator:
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks as one, in rank order, along the first axis."""
+        """Return the tensors of all ranks as one tensor, in rank order, along the first axis."""
         return torch.cat(self.all_gather(tensor))
 
     def shared_by_group(self, size: int, make: Callable[[], list[Any]]) -> list[Any]:
-        """The lists that `make` gives on the `size` consecutive ranks of this tensor group, end to end, in rank order.
+        """Join, in rank order, the lists that `make` returns on the `size` consecutive ranks of this tensor group.
 
-        All ranks of the pool call it at the same time. Where `make` raises on one of them all raise that error, so that
-        none waits for a rank that gave up.
+        All ranks of the pool call it at the same time. If `make` raises on one rank, all ranks raise that error: none
+        waits for a rank that gave up.
         """
         if size == 1:
             return make()
@@ -119,7 +119,7 @@ class Communicator:
         return whole
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The tensor of rank `source`, in place."""
+        """Broadcast the tensor of rank `source`, in place."""
         if self.world_size > 1:
             with self._counted(tensor.nbytes if self.rank == source else 0):
                 dist.broadcast(tensor, group=self.process_group, group_src=source)
@@ -127,14 +127,14 @@ class Communicator:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Inside, a rank may raise alone: then all ranks raise at the end, the others `PeerFailed`. One that went on
-        would wait in the next collective for the rank that raised."""
+        """Inside the block, a rank may raise alone: then all ranks raise at its end, the others `PeerFailed`. A rank
+        that went on would wait in the next collective for the rank that raised."""
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        # hosts of one process form no group, and meet in no collective
+        # several hosts in one process form no group, and share no collective
         met = self.world_size > 1 and dist.is_initialized()
         failed = met and bool(self.all_reduce_max(torch.tensor([int(error is not None)])).item())
         if error is not None:
@@ -145,10 +145,10 @@ class Communicator:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
     ) -> None:
-        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous.
+        """Send tensors to ranks and fill tensors from ranks, all at the same time; all tensors must be contiguous.
 
-        Two ranks must list what goes between them in the same order. weights: what the tensors are, where they are
-        weights: then the receiver records a transfer a tensor.
+        Two ranks must list the tensors between them in the same order. weights: a name, if the tensors are weights:
+        then the receiver records one transfer per tensor.
         """
         if not sends and not receives:
             return
@@ -163,7 +163,7 @@ class Communicator:
             for rank, tensor in sends:
                 self.sent_bytes[rank] += tensor.nbytes
             ends_s = []
-            # One for each operation, or one for all of them where the transport joins them (NCCL).
+            # One work per operation, or one for all of them if the transport joins them (NCCL).
             for work in works[len(sends) :] if len(works) == len(operations) else works:
                 work.wait()
                 ends_s.append(self._recorder.now_s())
@@ -184,8 +184,8 @@ class Communicator:
 class ParallelGroups:
     """The groups of one rank in a layout, each along one axis; the rank's number in a group is its coordinate.
 
-    data: ranks with the same part of the model and other rows: sums over the batch are theirs. tensor: ranks with
-    slices of the same layers. pipeline: ranks with the layers before and after.
+    data: ranks with the same part of the model and different rows: sums over the batch are sums over this group.
+    tensor: ranks with slices of the same layers. pipeline: ranks with the layers before and after.
     """
 
     layout: Layout
@@ -199,13 +199,13 @@ class ParallelGroups:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes sent so far inside layers, to the other tensor ranks."""
+        """The bytes sent so far inside layers, to the other tensor ranks."""
         return self.tensor.moved_bytes
 
     @property
     def counts(self) -> bool:
         """Whether this rank's outputs and metrics count for its replica: it is the first tensor rank of the last stage.
-        The others see the same rows."""
+        The replica's other ranks have the same rows."""
         return self.tensor.rank == 0 and self.last
 
     @property
@@ -224,10 +224,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
-    """The rendezvous of a pool, on its rank 0, with its address and port. several: there are other ranks, perhaps on
-    other machines.
+    """Open the rendezvous store of a pool on rank 0; return it, its address and its port. several: there are other
+    ranks, perhaps on other machines.
 
-    It listens on this machine's loopback or on its address in the cluster; not at all where there is one rank.
+    It listens on this machine's loopback or on its address in the cluster; a single rank's store does not listen.
     """
     if not several:
         return dist.HashStore(), LOOPBACK, 0
@@ -253,10 +253,10 @@ def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
 
 
 def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None) -> dist.Store | None:
-    """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: of rank 0.
+    """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: rank 0's.
     Returns the store of this rank.
 
-    A default group of the same size that exists, of another inline workbench or of the user's, is used as it is.
+    An existing default group of the same size, of another inline workbench or of the user's, is used unchanged.
     """
     rank, size = info.rank, info.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
@@ -278,9 +278,9 @@ def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None)
 
 
 def parallel_groups(layout: Layout, communicator: Communicator, recorder: Recorder, device: str) -> ParallelGroups:
-    """The groups of a layout over the pool of `communicator`, whose ranks must all call this, in the same order.
+    """Make the groups of a layout over the pool of `communicator`; all its ranks must call this, in the same order.
 
-    A role that is data parallel alone has the pool as its data group, and no groups of its own.
+    A role that is only data parallel uses the pool as its data group, and has no groups of its own.
     """
     if layout.p * layout.t == 1:
         alone = Communicator(0, 1, recorder)
@@ -288,19 +288,19 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     made: dict[str, Communicator] = {}
     for axis, place in zip(("data", "pipeline", "tensor"), layout.coordinates(communicator.rank), strict=True):
         for ranks in layout.groups(cast(Axis, axis)):
-            # in the layout's order, in which a rank's number in a group is its coordinate; torch would sort them
+            # ranks in the layout's order, so that a rank's number in a group is its coordinate; torch would sort them
             group = dist.new_group(ranks, sort_ranks=False) if len(ranks) > 1 else None
             if communicator.rank in ranks:
                 made[axis] = Communicator(place, len(ranks), recorder, group, inner=axis == "tensor")
-    # NCCL wants all ranks of a group in its first call: later ones may be of pairs
+    # NCCL needs all ranks of a group in its first call: later calls may be between pairs
     for group in (communicator, *made.values()):
         group.all_reduce(torch.zeros(1, device=device))
     return ParallelGroups(layout=layout, **made)
 
 
 def _interface_to(store: str) -> str | None:
-    """The interface by which this machine takes part in a pool whose store has that address: the loopback, or the one
-    that has the address by which Ray knows this machine. None where no interface has it."""
+    """Return the network interface by which this machine takes part in a pool whose store has that address: the
+    loopback, or the interface with the address by which Ray knows this machine. None if no interface has it."""
     mine = LOOPBACK
     if store != LOOPBACK:
         import ray

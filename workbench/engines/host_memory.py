@@ -1,4 +1,4 @@
-"""Host memory for tensors whose device memory other roles need."""
+"""Moves tensors to host memory while other roles need their device memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from workbench.telemetry import begin_span
 
-# Host memory is allocated in pieces of this size: a power of two, as torch rounds page-locked memory up to one.
+# Host memory is allocated in pieces of this size: a power of two, since torch rounds page-locked memory up to one.
 PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Emptied:
-    """An emptied storage, its size before, and its bytes end to end in host memory (None: not kept)."""
+    """An emptied storage, its size before, and its bytes in consecutive pieces of host memory (None: not kept)."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -27,7 +27,7 @@ class _Emptied:
 
 @dataclass
 class _Away:
-    """An offloaded part. arrived: when its bytes are all in host memory; None: at once, as on a CPU."""
+    """An offloaded part. arrived: the event after which all its bytes are in host memory; None: they are there."""
 
     emptied: list[_Emptied]
     arrived: torch.cuda.Event | None = None
@@ -36,13 +36,13 @@ class _Away:
 class HostMemory:
     """Moves tensors off their device in named parts, and back, bit for bit.
 
-    Storages are moved. A tensor keeps its own, which is emptied and later filled again: so views, tied weights,
+    Storages are moved. A tensor keeps its storage, which is emptied and later filled again: so views, tied weights,
     DeepSpeed's flat buffers, and a generation engine that reads the trainer's weights all get their memory back without
-    a change. Until then these tensors must not be used. (What torch cannot empty, the memory of a mapped file, is
-    replaced by a copy first. A GPU has no such memory.)
+    a change. Until then these tensors must not be used. (Storages that torch cannot empty, the memory of a mapped file,
+    are replaced by copies first. A GPU has no such memory.)
 
-    For tensors of a GPU host memory is page-locked, in pieces that torch keeps for the next time. All copies of a call
-    are queued on a stream of their own and waited for once; inside `overlapping()`, at its end. Spans are "offload" and
+    For a GPU's tensors, host memory is page-locked, in pieces that torch keeps for the next time. All copies of a call
+    are queued on a separate stream and waited for once; inside `overlapping()`, at its end. Spans are "offload" and
     "load". torch's allocator keeps the freed memory for the next tensors; vLLM empties that cache before it allocates.
     """
 
@@ -51,13 +51,13 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        parts = list(self._away.values())  # others ask while something moves
+        parts = list(self._away.values())  # other threads read this during moves
         return sum(emptied.nbytes for part in parts for emptied in list(part.emptied) if emptied.kept is not None)
 
     def take(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
-        """Offload those of the parts that are named, unless they are offloaded already; bytes freed.
+        """Offload the named parts that are not offloaded yet; return the freed bytes.
 
-        keep: False drops the bytes, of what will be written anew: `give_back` then only allocates it.
+        keep: False drops the bytes of tensors that will be written anew: `give_back` then only allocates memory.
         """
         new = [name for name in names if name not in self._away]
         _leave_mapped_files([tensor for name in new for tensor in parts[name]])
@@ -70,7 +70,7 @@ class HostMemory:
         what = ", ".join(name for name, storages in going.items() if storages)
         device = next(storage.device for storages in going.values() for storage in storages)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # for other streams than this one: from here on, its order is enough
+            torch.cuda.synchronize(device)  # for other streams than this one, whose own order suffices from here on
         with _Move("offload", device, freed, what if keep else f"{what}, freed") as move:
             for name, storages in going.items():
                 away, room = self._away[name], _Room(pinned=device.type == "cuda")
@@ -83,7 +83,7 @@ class HostMemory:
         return freed
 
     def give_back(self, names: Iterable[str]) -> int:
-        """Bring the offloaded ones of these parts back to their device; their bytes."""
+        """Load the named parts that are offloaded back onto their device; return their bytes."""
         coming = {name: self._away[name] for name in names if name in self._away}
         every = [emptied for part in coming.values() for emptied in part.emptied]
         taken = sum(emptied.nbytes for emptied in every)
@@ -92,12 +92,12 @@ class HostMemory:
             try:
                 for emptied in every:
                     emptied.storage.resize_(emptied.nbytes)
-            except BaseException:  # no room for all of them: what has some gives it to others again
+            except BaseException:  # no room for all of them: free what was allocated
                 for emptied in every:
                     emptied.storage.resize_(0)
                 raise
             what = ", ".join(name for name, part in coming.items() if part.emptied)
-            with _Move("load", device, taken, what) as move:  # after the room was made, in the order of the stream
+            with _Move("load", device, taken, what) as move:  # after the allocation, in stream order
                 for part in coming.values():
                     move.wait_for(part.arrived)
                     for emptied in part.emptied:
@@ -116,8 +116,8 @@ _unfinished: ContextVar[list[_Move] | None] = ContextVar("_unfinished", default=
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Inside, offloads and loads of a GPU run at the same time, as far as its memory has room for both; afterwards all
-    of them are complete."""
+    """Inside the block, a GPU's offloads and loads run at the same time, as far as its memory has room for both; at its
+    end all of them are complete."""
     if _unfinished.get() is not None:
         yield
         return
@@ -135,8 +135,8 @@ _streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 class _Move:
-    """Copies between a device and host memory, in the order in which they are requested, on a stream for each
-    direction; on a CPU they are complete at once."""
+    """Copies between a device and host memory, in the order of the requests, on one stream for each direction; on a CPU
+    they complete at once."""
 
     def __init__(self, kind: str, device: torch.device, nbytes: int, note: str) -> None:
         self._end = begin_span(kind, bytes=nbytes, note=note)
@@ -151,30 +151,30 @@ class _Move:
             self._began = self.event()
 
     def event(self) -> torch.cuda.Event | None:
-        """After the copies that were requested until now; None: they are complete."""
+        """Return an event after the copies requested so far; None: they are complete."""
         return None if self._stream is None else self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Let later copies begin after an event."""
+        """Start later copies only after an event."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def leave(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
-        """Copy all bytes of a storage to these stretches of host memory. It may be emptied at once: torch reuses its
-        memory only after the copies, or orders it after them."""
+        """Copy all bytes of a storage to these pieces of host memory. The storage may be emptied at once: torch reuses
+        its memory only after the copies, or orders the reuse after them."""
         there = self._copy(storage, kept, back=False)
         if self._stream is not None:
             there.record_stream(self._stream)
 
     def come(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
-        """Copy all bytes of a storage from these stretches; later work on the current stream sees them."""
+        """Copy all bytes of a storage from these pieces; later work on the current stream sees them."""
         self._copy(storage, kept, back=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _copy(self, storage: torch.UntypedStorage, kept: Iterable[Tensor], *, back: bool) -> Tensor:
         there, start = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), 0
-        with torch.cuda.stream(self._stream):  # None: the present one
+        with torch.cuda.stream(self._stream):  # None: the current stream
             for here in kept:
                 part = there[start : start + len(here)]
                 (part if back else here).copy_(here if back else part, non_blocking=True)
@@ -202,13 +202,13 @@ class _Move:
 
 
 class _Room:
-    """Host memory for the bytes of many storages end to end, page-locked or not."""
+    """Host memory for the bytes of many storages in sequence, page-locked or not."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned, self._free = pinned, torch.empty(0)
 
     def take(self, nbytes: int) -> tuple[Tensor, ...]:
-        """So many bytes, in stretches."""
+        """Allocate `nbytes` bytes, in one or more pieces."""
         found: list[Tensor] = []
         while nbytes:
             if not len(self._free):
@@ -220,7 +220,7 @@ class _Room:
 
 
 def distinct_storages(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[torch.UntypedStorage]]:
-    """The storages behind the tensors of each part that are not empty: each once, in the first part that has it."""
+    """Return the non-empty storages of each part's tensors: each storage once, in the first part that has it."""
     found: dict[str, list[torch.UntypedStorage]] = {}
     seen: set[int] = set()
     for name, tensors in parts.items():
@@ -231,7 +231,7 @@ def distinct_storages(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[t
 
 
 def _leave_mapped_files(tensors: Iterable[Tensor]) -> None:
-    """Replace storages of these tensors that cannot be resized by copies, one for all tensors that share it."""
+    """Replace these tensors' storages that cannot be resized by copies, one for all tensors that share it."""
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

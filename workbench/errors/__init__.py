@@ -1,28 +1,28 @@
 """Every error that workbench raises on purpose.
 
     WorkbenchError
-    ├── BadInput            (ValueError)    a value that cannot be right; nothing was started
-    │   └── DevicesTaken                    devices, or their memory, that others hold; the message says who
+    ├── BadInput            (ValueError)    a wrong value; nothing was started
+    │   └── DevicesTaken                    others hold the devices or their memory; the message says who
     ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
-    ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
-    ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
-    ├── WriteFailed         (OSError)       a file that cannot be written; the message says what is free
-    ├── NameTaken           (ValueError)    a workbench of that name lives and differs
-    ├── NotFound            (LookupError)   no workbench of that name
+    ├── MissingDependency   (ImportError)   an engine, tracker or other package that is not installed
+    ├── ModelUnavailable    (OSError)       a model or data set that is neither on this machine nor reachable
+    ├── WriteFailed         (OSError)       a file that cannot be written; the message gives the free space
+    ├── NameTaken           (ValueError)    a workbench of that name runs, with another description
+    ├── NotFound            (LookupError)   no workbench, batch or host of that name
     ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may only read
     ├── StageError          (RuntimeError)  a stage failed on one or more ranks
-    │   ├── RewardError                     the user's reward function raised or gave a wrong value
-    │   ├── RolloutError                    the user's environment raised or gave a wrong value
-    │   ├── SyncError                       the generation engine does not hold the trainer's weights
+    │   ├── RewardError                     the user's reward function raised or returned a wrong value
+    │   ├── RolloutError                    the user's environment raised or returned a wrong value
+    │   ├── SyncError                       the generation engine does not have the trainer's weights
     │   ├── StageInterrupted                the user stopped a call; the message says what was done
     │   ├── StageTimeout                    a stage took longer than its `timeout_s`
-    │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
-    ├── ReloadError         (RuntimeError)  living processes cannot take edited code; the old code goes on
+    │   └── UpstreamError                   a stage was not run because a stage that it needs failed or was cancelled
+    ├── ReloadError         (RuntimeError)  running processes cannot load edited code; they keep the old code
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
-Each message says the value, the rule and the remedy. In a notebook an error is shown as one block: the user's lines,
-the message, the frames on the ranks.
+Each message gives the value, the rule and the remedy. A notebook shows an error as one block: the user's lines, the
+message, the frames on the ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from workbench.errors import frames
 
 
-LONGEST = 4000  # characters of a part of a message
+LONGEST = 4000  # the most characters of each part of a message
 
 
 class WorkbenchError(Exception):
-    """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes.
+    """Base class of all errors of workbench. The message consists of `value`, `rule` and `remedy`, also attributes.
 
     failure: where a stage failed: role, stage, ranks, and the frames on them.
     """
@@ -54,26 +54,26 @@ class WorkbenchError(Exception):
 
     def __str__(self) -> str:
         parts = (part for part in (self.value, self.rule, self.remedy) if part)
-        # a part that ends with a newline ends with code
+        # a part that ends with code ends with a newline, and gets no period
         return " ".join(part[:-1] if part.endswith("\n") else part.rstrip(".") + "." for part in parts)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it, in place of a traceback through our code."""
+        """Return the lines that IPython shows in place of a traceback through our code."""
         from workbench.errors.frames import rendered
 
         return rendered(self)
 
 
 class NotDriving(WorkbenchError, RuntimeError):
-    """Another kernel drives the workbench: this one may read it, or take it over."""
+    """Another kernel drives the workbench; this kernel may read it, or take it over."""
 
 
 class BadInput(WorkbenchError, ValueError):
-    """A value that cannot be right, found before any expensive work."""
+    """A wrong value, found before any expensive work."""
 
 
 class DevicesTaken(BadInput):
-    """Others hold the devices, or the memory of them, that a placement needs; the message says who and since when."""
+    """Others hold devices, or device memory, that a placement needs; the message says who holds them and since when."""
 
 
 class UnknownColumn(WorkbenchError, KeyError):
@@ -85,7 +85,7 @@ class MissingDependency(WorkbenchError, ImportError):
 
     @classmethod
     def of(cls, package: str, rule: str, extra: str, instead: str = "") -> MissingDependency:
-        """For a package of one of this project's extras. instead: what does without it."""
+        """Return the error for a package of one of this project's extras. instead: an option that does not need it."""
         install = f"pip install -e '.[{extra}]' in the checkout"
         return cls(f"{package} is not installed", rule, f"{install}, or use {instead}" if instead else install)
 
@@ -95,12 +95,11 @@ class ModelUnavailable(WorkbenchError, OSError):
 
 
 class WriteFailed(WorkbenchError, OSError):
-    """A file or folder that cannot be written: the message has its path, the bytes it takes, and those that are
-    free."""
+    """A file or folder that cannot be written: the message gives its path, the bytes it needs, and the free bytes."""
 
 
 class NameTaken(WorkbenchError, ValueError):
-    """A workbench of that name lives, and its description differs from the one asked for."""
+    """A workbench of that name runs, and its description differs from the description asked for."""
 
 
 class NotFound(WorkbenchError, LookupError):
@@ -110,8 +109,8 @@ class NotFound(WorkbenchError, LookupError):
 class StageError(WorkbenchError, RuntimeError):
     """A stage failed on one or more ranks; the message names role, stage, ranks and the first cause.
 
-    batch: where it failed because a function of the user's did for too many rows, the batch with all rows that were
-    finished; else None. what: of the error of one row, what the function did.
+    batch: if a user's function failed for too many rows, the batch with all finished rows; else None.
+    what: for the error of one row, what the user's function did.
     """
 
     batch: typing.Any = None
@@ -119,39 +118,39 @@ class StageError(WorkbenchError, RuntimeError):
 
 
 class RewardError(StageError):
-    """The user's reward function raised, ran out of time, or gave a value that is no reward."""
+    """The user's reward function raised, ran out of time, or returned a value that is no reward."""
 
 
 class RolloutError(StageError):
-    """The user's environment raised, ran out of time, or gave something that is no reply to a turn."""
+    """The user's environment raised, ran out of time, or returned an invalid reply to a turn."""
 
 
 class SyncError(StageError):
-    """After a weight sync the generation engine does not give the trainer's log-probabilities."""
+    """After a weight sync, the generation engine's log-probabilities differ from the trainer's."""
 
 
 class StageInterrupted(StageError):
-    """The user stopped a stage, or another call that takes long, such as a save or a move. The message says what was
-    done and what was not, and what to do next."""
+    """The user stopped a stage, or another long call, such as a save or a move. The message says which work was done,
+    which was not, and how to continue."""
 
 
 class StageTimeout(StageError):
-    """A stage took longer than its `timeout_s`; the message says what each rank was at."""
+    """A stage took longer than its `timeout_s`; the message says what each rank was doing."""
 
 
 class UpstreamError(StageError):
-    """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
+    """A stage was not run, because a stage whose output it needs failed or was cancelled; names the first cause."""
 
 
 class ReloadError(WorkbenchError, RuntimeError):
-    """Edited code that a process cannot take: it raised while it was loaded, or only a new process runs it. All go on
-    with the old code. report: a `ReloadReport`."""
+    """A process cannot load edited code: the code raised while it was loaded, or only a new process can run it. All
+    processes keep the old code. report: a `ReloadReport`."""
 
     report: object = None
 
 
 class CheckFailed(WorkbenchError, RuntimeError):
-    """Checks of the live system failed; the message names them, with figure and culprit."""
+    """Checks of the live system failed; the message names each check, its measured value and the cause."""
 
 
 class HostDied(WorkbenchError, RuntimeError):

@@ -1,5 +1,4 @@
-"""Exceptions that would end the process in which a user's function raises them, such as `SystemExit`: here they are
-errors of the call alone."""
+"""Turns exceptions of user functions that would end the process, such as `SystemExit`, into errors of the call."""
 
 from __future__ import annotations
 
@@ -12,19 +11,19 @@ from workbench.errors.plain_text import said
 
 
 class Signal(BaseException):
-    """Base of exceptions of our own that handlers of errors let through."""
+    """Base class of our own control-flow exceptions, which error handlers let through."""
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an exception is to go through all handlers: a signal of ours, or the stop button, which only the main
-    thread gets."""
+    """Whether an exception has to pass all handlers: a `Signal` of ours, or a `KeyboardInterrupt` in the main thread
+    (the stop button interrupts only this thread)."""
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is threading.main_thread()
     return isinstance(error, Signal)
 
 
 def contained(error: BaseException) -> Exception:
-    """An exception that does not pass, as one that ends no process."""
+    """Return an `Exception` for an error that is not to pass (see `passes`): itself, or a `StageError` caused by it."""
     if isinstance(error, Exception):
         return error
     found = StageError(
@@ -37,7 +36,7 @@ def contained(error: BaseException) -> Exception:
 
 @contextmanager
 def containing() -> Iterator[None]:
-    """Inside, what would end the process is a `StageError`."""
+    """Inside the block, raise a `StageError` in place of an exception that would end the process."""
     try:
         yield
     except BaseException as error:

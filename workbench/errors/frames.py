@@ -1,4 +1,4 @@
-"""The failure of a stage: frames of the user's code and of ours, with equal failures of ranks joined."""
+"""Describes the failure of a stage: frames of the user's code and of ours, with equal failures of ranks merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 OURS = f"{Path(__file__).resolve().parents[1]}/"
-# from a call of a host to the worker's method, and from there to a function of the user's
+# files whose frames lie between the host's call and the worker's method, or between that method and a user's function
 DISPATCH = tuple(OURS + name for name in ("workers/host.py", "data/user_functions.py", "support/calls/", "backends/"))
 LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -30,7 +30,7 @@ MOST_CAUSES = 4
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame: file, line number, function, and the text of the line, where it was known on the spot."""
+    """One frame: file, line number, function, and the line's text ("": it was not known where the error was raised)."""
 
     file: str
     line: int
@@ -38,7 +38,7 @@ class Frame:
     text: str = ""
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """Two lines of text. cells: what to call files that are cells of this notebook."""
+        """Return the frame as two lines of text. cells: the displayed name of each file that is a notebook cell."""
         file = cells.get(self.file) or f'File "{self.file}"'
         text = self.text or linecache.getline(self.file, self.line).strip()
         return [f"  {file}, line {self.line}, in {self.function}", *([f"    {text}"] if text else [])]
@@ -46,14 +46,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class Left:
-    """Frames of libraries that are not shown: how many, of which libraries, and the last one."""
+    """Library frames that are not shown: their number, the names of the libraries, and the last frame."""
 
     count: int
     libraries: tuple[str, ...]
     last: Frame
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """One line of text."""
+        """Return the omitted frames as one line of text."""
         name, libraries = self.last.file.rpartition("-packages/")[2], ", ".join(self.libraries)
         frames = "a frame" if self.count == 1 else f"{self.count} frames, the last"
         return [f"  ... {frames} in {libraries}: {name}, line {self.last.line}, in {self.last.function}"]
@@ -61,20 +61,20 @@ class Left:
 
 @dataclass(frozen=True)
 class Raised:
-    """One exception of a chain: its class's name, its message, and its frames from the outermost on."""
+    """One exception of a chain: its class name, its message, and its frames, the outermost first."""
 
     kind: str
     message: str
     frames: tuple[Frame | Left, ...]
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """As Python writes it, without a heading."""
+        """Return the exception as Python prints it, without the "Traceback" heading."""
         line = f"{self.kind}: {self.message}" if self.message else self.kind
         return [line for frame in self.frames for line in frame.lines(cells)] + line.splitlines()
 
 
 class RaisedElsewhere(Exception):
-    """Stands for an exception that was raised in another process: its class's name, its message, its frames."""
+    """Stands for an exception of another process: its class name, its message, its frames."""
 
     def __init__(self, kind: str, message: str, chain: tuple[Raised, ...]) -> None:
         super().__init__(kind, message, chain)
@@ -85,8 +85,8 @@ class RaisedElsewhere(Exception):
 
 
 def chain_of(error: BaseException) -> tuple[Raised, ...]:
-    """An exception that was just caught and what caused it, the first cause first, with the frames of the user's and
-    our code: those of libraries are counted, and those of dispatch left out."""
+    """Return a just caught exception and its causes, the first cause first, at most `MOST_CAUSES` exceptions. Keeps the
+    frames of the user's code and of ours, counts library frames, and drops frames of `DISPATCH`."""
     found: list[Raised] = []
     step: BaseException | None = error
     while step is not None and len(found) < MOST_CAUSES:
@@ -122,7 +122,7 @@ def _shown(frames: Sequence[traceback.FrameSummary]) -> Iterator[Frame | Left]:
 class RankFailure:
     """One failure of one or more ranks. chain: see `chain_of`; empty for an error of ours whose message is enough.
 
-    messages: by rank, of the ranks whose message differs from that of the first.
+    messages: (rank, message) of each rank whose message differs from that of the first rank.
     """
 
     ranks: tuple[int, ...]
@@ -133,11 +133,11 @@ class RankFailure:
 
     @property
     def title(self) -> str:
-        """The ranks, in words."""
+        """The ranks as text, such as "ranks 0, 3"."""
         return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
 
     def lines(self, cells: Mapping[str, str], *, alone: bool) -> list[str]:
-        """The lines to show. alone: no rank failed in another way, so the error itself says what was raised."""
+        """Return the lines to show. alone: all failed ranks failed alike, so the error's message already says how."""
         others = [f"on rank {rank}: {message}" for rank, message in self.messages]
         if alone and not self.chain:
             return others
@@ -153,7 +153,7 @@ class RankFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFailure:
-    """Where a stage failed, and on which ranks with what."""
+    """The role, stage, pool and run in which a stage failed, and the failures of its ranks."""
 
     role: str
     stage: str
@@ -166,7 +166,7 @@ class StageFailure:
         return tuple(sorted(rank for failure in self.failures for rank in failure.ranks))
 
     def lines(self, cells: Mapping[str, str] = {}) -> list[str]:
-        """The frames on the ranks, equal failures as one."""
+        """Return the lines of all failures; ranks that failed alike share one entry."""
         alone = len(self.failures) == 1
         return [line for failure in self.failures for line in failure.lines(cells, alone=alone)]
 
@@ -175,7 +175,7 @@ HINT = "lab.last_error().batch is what the stage was given; lab.debug() runs it 
 
 
 def block(error: WorkbenchError) -> str:
-    """An error as text, without its class: where a stage failed, the frames on its ranks between message and remedy."""
+    """Return an error as text, without its class name; a stage's error with its ranks' frames before the remedy."""
     failure = error.failure
     if failure is None:
         return str(error)
@@ -186,24 +186,24 @@ def block(error: WorkbenchError) -> str:
 
 
 def rendered(error: WorkbenchError) -> list[str]:
-    """What IPython shows of an error: of the frames in the kernel the user's alone, by IPython's own means, then the
-    block. `%xmode Verbose` shows every frame; `%debug` enters them all."""
+    """Return the lines that IPython shows for an error: the kernel's frames of user code, formatted by IPython, then
+    `block`. `%xmode Verbose` shows every frame; `%debug` enters them all."""
     shell = ipython_shell()
     if shell is None:
         return [f"{type(error).__name__}: {block(error)}"]
     shown, trace = shell.InteractiveTB, error.__traceback__
     if shown.mode == "Verbose":
         return list(shown.structured_traceback(type(error), error, trace, tb_offset=1))
-    # a plain error of the same name: what caused ours is in the block already
+    # a plain error of the same name, without causes: `block` contains them already
     plain = type(type(error).__name__, (Exception,), {"__module__": "builtins"})(block(error))
     try:
         return list(shown.structured_traceback(type(plain), plain, _of_user(trace), tb_offset=0))
     finally:
-        shown.tb = trace  # where `%debug` begins
+        shown.tb = trace  # the traceback that `%debug` enters
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback that are neither ours nor a library's."""
+    """Return a traceback with only the frames of user code: neither ours nor a library's."""
     if trace is None:
         return None
     rest = _of_user(trace.tb_next)
@@ -213,7 +213,7 @@ def _of_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def cell_names() -> dict[str, str]:
-    """For the files that IPython makes of cells, which cell each is; empty outside of it."""
+    """Return the displayed name of each file that IPython made of a cell; empty outside IPython."""
     shell = ipython_shell()
     if shell is None:
         return {}
@@ -222,6 +222,6 @@ def cell_names() -> dict[str, str]:
 
 
 def ipython_shell() -> Any:
-    """IPython's shell; None outside of it. A notebook has imported IPython itself: no reason to import it here."""
+    """Return IPython's shell; None outside IPython. Does not import IPython: a notebook has already imported it."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

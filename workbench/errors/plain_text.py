@@ -1,4 +1,4 @@
-"""Text that others wrote, for messages: without what a terminal would obey, and not without end."""
+"""Makes foreign text safe for messages: without terminal control sequences, and cut to a maximum length."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SEQUENCES = re.compile(
     r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # titles, links, the clipboard
     r"|\x1b[ -/]*[0-~]?"
 )
-# control characters, marks that turn the direction of text, halves of characters, which cannot be printed
+# control characters, marks that change the text direction, and lone surrogates, which cannot be printed
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain_text(text: str, characters: int = 2000) -> str:
-    """`text` without the sequences that a terminal obeys, other control characters `escaped`; of one that is longer
-    than `characters` the beginning and the end."""
+    """Return `text` without terminal sequences, with other control characters `escaped`. Of a text that is longer than
+    `characters`, keep the beginning and the end."""
     if len(text) > characters:
         kept = characters * 7 // 8, characters // 8
         text = f"{text[: kept[0]]} ... ({len(text):,} characters) ... {text[-kept[1] :]}"
@@ -24,17 +24,17 @@ def plain_text(text: str, characters: int = 2000) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text with its control characters, other than tab and newline, as Python writes them."""
+    """Return a text in which control characters, except tab and newline, are written as Python escapes."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shown(value: Any, characters: int = 60) -> str:
-    """The beginning of a value's `repr` as plain text, or its class where that raises, or has several lines."""
+    """Return the beginning of a value's `repr` as plain text; its class name if `repr` raises or has several lines."""
     try:
-        text = str.__str__(repr(value))  # of a subclass of str: the text alone
+        text = str.__str__(repr(value))  # a plain str, also where `repr` returns a subclass of str
     except KeyboardInterrupt:  # the stop button
         raise
-    except BaseException:  # that of any class
+    except BaseException:  # a user's class may raise anything
         text = "\n"
     return plain_text(text[:characters]) if "\n" not in text else f"<{type(value).__name__}>"
 
@@ -44,7 +44,7 @@ def first_line(error: BaseException) -> str:
 
 
 def said(error: BaseException, characters: int = 2000) -> str:
-    """What an exception says, as plain text; that it says nothing where its `str` raises."""
+    """Return an exception's message as plain text; a note that it cannot be read if its `str` raises."""
     try:
         return plain_text(str.__str__(str(error)), characters)
     except KeyboardInterrupt:

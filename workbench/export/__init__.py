@@ -1,6 +1,6 @@
-"""From notebook to script, and the proof that they agree.
+"""Turn a notebook into a script, and prove that both give the same metrics.
 
-export_notebook(notebook, output, ...): write the script; what its reader should know comes back with it.
+export_notebook(notebook, output, ...): write the script; returns it with notes for its reader.
 prove(...): run both, and compare every metric.
 """
 

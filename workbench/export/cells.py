@@ -1,4 +1,4 @@
-"""What a notebook file holds: its cells, in the order of the page."""
+"""Read the cells of a notebook file, in page order, and translate IPython's syntax into Python."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SKIPPED = "skip-export"  # a tag
 
 @dataclass(frozen=True)
 class Cell:
-    """number: on the page, from 1, counting all cells; 0 for one that the page no longer has. count: n of `In [n]`;
-    None where it was not run. id: what the file keeps; "" in old files. by: what ran it, where that was no cell."""
+    """number: on the page, from 1, counting all cells; 0 for a deleted cell. count: n of `In [n]`; None if it was never
+    run. id: the file's cell id; "" in old files. by: what ran it, if that was not a cell."""
 
     number: int
     text: str
@@ -40,23 +40,23 @@ class Cell:
 
     @property
     def blank(self) -> bool:
-        """Whether there is nothing to run."""
+        """Whether there is no code in it."""
         return not self.text.strip()
 
     @property
     def exported(self) -> bool:
-        """Whether its code is for the script."""
+        """Whether its code belongs in the script."""
         return self.code and not self.blank and SKIPPED not in self.tags
 
     @cached_property
     def digest(self) -> str:
-        """With which the record of a run holds this text."""
+        """The hash under which the record of a run stores this text."""
         return digest_of(self.text)
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """name: of the file. metadata: the notebook's own, where `workbench.check` has small settings for a quick proof."""
+    """A notebook file. metadata: the notebook's own; `workbench.check` in it has small settings for a quick proof."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -67,12 +67,12 @@ class Notebook:
         return tuple(cell for cell in self.cells if cell.code and not cell.blank)
 
     def small_settings(self) -> dict[str, Any]:
-        """Values for parameters with which a run takes seconds, as the notebook's metadata say them."""
+        """Parameter values from the notebook's metadata, with which a run takes seconds."""
         return dict(self.metadata.get("workbench", {}).get("check", {}))
 
 
 def read_notebook(path: str | os.PathLike[str]) -> Notebook:
-    """The cells of an .ipynb file of format 4. `BadInput` for what is none, or is not Python."""
+    """Read the cells of an .ipynb file of format 4. Raises `BadInput` for other files and other languages."""
     path = path_of(path, "notebook")
     rule = "a notebook file of Jupyter, format 4, with a Python kernel"
     try:
@@ -112,7 +112,7 @@ def _cell(number: int, cell: dict[str, Any]) -> Cell:
     )
 
 
-# They set up the notebook, look, or time; what they run, if anything, stays.
+# Magics that set up the notebook, display, or time; the code that they run, if any, stays.
 SILENT = {
     "alias", "autoawait", "autocall", "automagic", "autoreload", "colors", "config", "connect_info", "debug", "dhist",
     "dirs", "doctest_mode", "gui", "hist", "history", "load_ext", "logoff", "logon", "logstart", "logstate", "logstop",
@@ -132,13 +132,13 @@ def python_of(cell: Cell) -> str:
 
 
 def left_out(cell: Cell) -> list[str]:
-    """The `%timeit` lines, and the shell lines that only show something, of a cell that `python_of` takes: a sentence
-    for each. A script leaves them out, `%timeit` with all that it runs."""
+    """Describe the `%timeit` lines and display-only shell lines of a cell that `python_of` accepts, a sentence each. A
+    script leaves them out, with the code that `%timeit` runs."""
     return _read(cell)[1]
 
 
 def _read(cell: Cell) -> tuple[str, list[str]]:
-    """The Python of a cell, and a sentence for each line that is left out."""
+    """Return the Python of a cell, and a sentence for each line that is left out."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     given, told = cell.text.strip(), list[str]()
@@ -149,7 +149,7 @@ def _read(cell: Cell) -> tuple[str, list[str]]:
         text = str(TransformerManager().transform_cell(_cell_magic(cell) if given.startswith("%%") else cell.text))
         try:
             tree = ast.parse(text)
-            # what no cell runs, but the body of `main` would: a `return` there would end the script
+            # invalid in a cell but valid in the body of `main`: a `return` there would end the script
             compile(text, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, said = getattr(error, "lineno", None), getattr(error, "msg", error)
@@ -161,7 +161,7 @@ def _read(cell: Cell) -> tuple[str, list[str]]:
 
 
 def _cell_magic(cell: Cell) -> str:
-    """The body of a cell magic that runs Python; nothing of one that only shows something."""
+    """Return the body of a cell magic that runs Python; "" for a magic that only displays."""
     head, _, body = cell.text.lstrip().partition("\n")
     name = re.split(r"[\s]", head[2:].strip() + " ")[0]
     if name in BODIES:
@@ -174,7 +174,7 @@ def _cell_magic(cell: Cell) -> str:
 
 
 def _notebook_call(statement: ast.stmt) -> ast.Call | None:
-    """The `get_ipython().run_line_magic(...)` or the like that a simple statement is, or assigns."""
+    """The `get_ipython().run_line_magic(...)`, or similar call, that a simple statement makes or assigns."""
     value = getattr(statement, "value", None)
     if not isinstance(statement, ast.Expr | ast.Assign) or not isinstance(value, ast.Call):
         return None
@@ -185,7 +185,7 @@ def _notebook_call(statement: ast.stmt) -> ast.Call | None:
 
 
 def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
-    """A line of IPython in Python. told: takes a sentence where it is left out, unless it concerns a notebook alone."""
+    """Translate one line of IPython. told: gets a sentence if a line that is not display-only is left out."""
     call = _notebook_call(statement)
     assert call is not None and isinstance(call.func, ast.Attribute)
     given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
@@ -242,14 +242,14 @@ def _cd(line: str) -> str | None:
     return f"os.chdir(os.path.expanduser({line!r}))" if line and not line.startswith("-") else None
 
 
-# Magic -> the module that its translation needs, and the translation of its line; None where it has no meaning.
+# Magic -> the module that its translation needs, and the translation of its line; None if a script has no equivalent.
 MEANINGS: dict[str, tuple[str, Callable[[str], str | None]]] = {
     "env": ("os", _env), "set_env": ("os", _env), "run": ("runpy", _run), "cd": ("os", _cd),
 }  # fmt: skip
 
 
 def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> str:
-    """The text with these parts of it exchanged, last first, so that places stay right."""
+    """Replace these parts of the text, last first, so that earlier positions stay valid."""
     lines = text.split("\n")
     for node, new in sorted(changes, key=lambda change: (-change[0].lineno, -change[0].col_offset)):
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -261,7 +261,7 @@ def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> s
 
 # --- shell lines that only show something, which a script leaves out ---
 
-# Commands that write nothing; with some arguments also those that can.
+# Commands that write nothing, and the arguments with which some of them do.
 SHOWS = re.compile(
     r"(cat|cmp|cut|df|diff|du|echo|[ef]?grep|free|groups|head|id|ls|lsblk|lscpu|lspci|md5sum|nproc|printenv|ps|pwd|"
     r"sha256sum|stat|tail|uname|uptime|vmstat|wc|whereis|which|whoami|date(?=$| (\+\S+|-[uIR])$)|"
@@ -274,8 +274,8 @@ FILLED_IN = re.compile(r"\$\w+|\{\w+\}")  # IPython puts the value of a variable
 
 
 def only_looks(line: str) -> bool:
-    """Whether a shell line, as written behind `!`, changes no file, process or device: commands that only show
-    something, with pipes between them, no redirection to a file and nothing that the shell or Python would run first.
-    What is not known counts as a change."""
+    """Whether a shell line, written after `!`, changes no file, process or device: display-only commands joined by
+    pipes, no redirection to a file, and nothing that the shell or Python would run first. Unknown commands count as
+    changes."""
     commands = re.split(r"\|\|?|&&|;", SILENCED.sub("", FILLED_IN.sub("value", line)))
     return all(SHOWS.fullmatch(command.strip()) for command in commands)

@@ -1,4 +1,4 @@
-"""From a notebook file to a script file: `export_notebook`; from cells to the text of a script: `script_of`."""
+"""Write a notebook file as a script file (`export_notebook`), and cells as the text of a script (`script_of`)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ KEY = re.compile(
 
 @dataclass(frozen=True)
 class Script:
-    """text: the program. told: what its reader should know of how it differs from the notebook. parameters: its
-    options, by name."""
+    """text: the program. told: notes on how it differs from the notebook. parameters: its options, by name."""
 
     text: str
     told: tuple[str, ...] = ()
     parameters: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        # a record, and a notebook, may come from a stranger: one line each, and nothing that a terminal obeys
+        # records and notebooks can come from strangers: one line each, without terminal control characters
         object.__setattr__(self, "told", tuple(plain_text(" ".join(line.splitlines())) for line in self.told))
 
 
@@ -101,7 +100,7 @@ def export_notebook(
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Inside, what Python says to code that is none becomes `BadInput`."""
+    """Turn Python's errors about invalid code into `BadInput`."""
     try:
         yield
     except WorkbenchError:
@@ -194,7 +193,7 @@ def _with_head(script: str, told: str) -> str:
 
 
 def _keys_told(cells: Sequence[Cell], text: str) -> list[str]:
-    """Cell and line of what has the form of a service's key, where the script has it too."""
+    """The cell and line of each text that looks like a service's API key and is also in the script."""
     told = []
     for cell in cells:
         numbered = enumerate(cell.text.split("\n"), 1)
@@ -208,7 +207,7 @@ def _keys_told(cells: Sequence[Cell], text: str) -> list[str]:
 
 
 def _title(cells: Sequence[Cell]) -> str:
-    """The first text of the page, if no code comes before it."""
+    """The first text of the page, if it comes before any code."""
     above = next((cell for cell in cells if not cell.blank), None)
     if above is None or above.code:
         return ""
@@ -217,7 +216,7 @@ def _title(cells: Sequence[Cell]) -> str:
 
 
 def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int, str]:
-    """The page's text before a cell, by the first kept statement of the cells below it."""
+    """The page's text above a cell, by the first kept statement below it."""
     first_of: dict[int, Statement] = {}
     for statement in kept:
         if statement.is_import:
@@ -238,7 +237,7 @@ def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int,
 
 
 def _plain(text: str) -> str:
-    """Markdown without the signs of headings, its long paragraphs wrapped."""
+    """Remove heading signs from Markdown, and wrap long paragraphs."""
     lines: list[str] = []
     for line in escaped(text).strip().split("\n"):
         lines += [line.lstrip("#").strip(), ""] if line.startswith("#") else [line.rstrip()]

@@ -1,4 +1,4 @@
-"""A cell that failed or was interrupted: the lines that do what it had done until then."""
+"""Write the part of a failed or interrupted cell that had been executed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MadeCall:
 
     @classmethod
     def of(cls, kind: str, details: Mapping[str, Any]) -> MadeCall:
-        """From an event, which may come from a stranger: names that are none, and other calls, are dropped."""
+        """Build it from an event. Events can come from strangers: invalid names and unknown calls are dropped."""
         title, lab = _name(details.get("algorithm")), _name(details.get("lab"))
         own = (f"wb.{title}", title) if title else ()
         stages, iterations = details.get("stages"), details.get("iterations")
@@ -88,13 +88,13 @@ class MadeCall:
 
 @dataclass
 class Made:
-    """What was called in one cell: calls of algorithms and moves, and stages, with where they stand in it."""
+    """The algorithm calls, moves and stages that one cell called, with their positions in the cell."""
 
     calls: list[MadeCall] = field(default_factory=list)
     stages: list[tuple[Position | None, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """How often each stage was called, also by algorithms; and what is no stage."""
+        """Counts of the stages called, also by algorithms, and the calls that are not stages."""
         others = [call.call for call in self.calls if call.call in NO_STAGES]
         counts = Counter([stage for _, stage in self.stages if stage] + others)
         told = (f"{name:.60} {count} time{'s' * (count != 1)}" for name, count in counts.items())
@@ -106,9 +106,9 @@ class Made:
 
 
 def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list[str], set[str], list[str]]:
-    """Lines that do what the calls did; names that they need; and a sentence for each that cannot be written.
+    """Return lines that repeat the calls, the names they need, and a sentence for each call that has no line.
 
-    made_names: names of algorithms that no variable held, by which one it was; new ones are added.
+    made_names: names given to algorithms that had no variable, by how they were made; new ones are added.
     """
     lines: list[tuple[str, str, list[str]]] = []  # name, verb, and its arguments, an entry a call
     needs: set[str] = set()
@@ -137,7 +137,7 @@ def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list
 
 
 def _add(lines: list[tuple[str, str, list[str]]], name: str, call: MadeCall) -> None:
-    """The lines of one call of an algorithm, joined with those before it."""
+    """Append one call of an algorithm to the lines, merged with the previous lines where possible."""
     if call.call == "restart":
         lines.append((name, "restart", []))
     elif call.iterations and call.call == "run":
@@ -170,8 +170,8 @@ def _line(name: str, verb: str, given: list[str]) -> str:
 
 
 def expression(text: str, callables: Sequence[str] = ()) -> str | None:
-    """A recorded placement, or algorithm, as a script writes it; None for another text: a record may come from a
-    stranger. callables: what may be called beside a placement and settings of the workbench."""
+    """A recorded placement or algorithm as script source; None for any other text, because records can come from
+    strangers. callables: functions that may be called beside placements and settings of the workbench."""
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
@@ -194,7 +194,7 @@ def expression(text: str, callables: Sequence[str] = ()) -> str | None:
 
 
 def position_of(given: Any) -> Position | None:
-    """A recorded position; None for anything else."""
+    """Read a recorded position; None for anything else."""
     if isinstance(given, list | tuple) and len(given) == 2 and all(isinstance(n, int) for n in given):
         return given[0], given[1]
     return None
@@ -233,7 +233,7 @@ def _has(node: ast.stmt, place: Position) -> bool:
 
 
 def _call_of(node: ast.stmt, made: Made) -> list[str] | None:
-    """Lines that do what an interrupted call of an algorithm did; None if the statement is no such call."""
+    """Lines that repeat what an interrupted algorithm call did; None if the statement is not such a call."""
     if len(made.calls) != 1 or not isinstance(node, ast.Expr | ast.Assign):
         return None
     (call,) = made.calls

@@ -1,4 +1,4 @@
-"""Lines that were stepped by hand several times, as a loop; moves, as the placement that the workbench opens with."""
+"""Fold statements that were repeated by hand into loops, and moves into the placement at opening."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ WORKBENCH = {"wb", "workbench"}  # names of the module
 
 
 def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> tuple[list[Statement], list[str]]:
-    """The program without its moves, each workbench opened where it ended; and notes on what was done.
+    """Remove the moves, and open each workbench with its last placement. Returns the program, and notes on the changes.
 
-    recorded: name of a workbench -> the placement that it had at the end, as an expression: also of a move that was
-    made by hand in a panel.
+    recorded: name of a workbench -> its last placement, as an expression; includes moves made by hand in a panel.
     """
     result, told = list(statements), []
     for place, statement in enumerate(statements):
@@ -57,7 +56,7 @@ def _call_of_workbench(statement: Statement, method: str) -> ast.Call | None:
 
 
 def _title(call: ast.Call) -> str:
-    """The name that the workbench is opened with; "" where the text does not say it."""
+    """The name that the workbench is opened with; "" if it is not a literal."""
     given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "name")]
     if not given:
         return "lab"
@@ -71,11 +70,11 @@ def _is_move(node: ast.AST | None, lab: str) -> bool:
 
 
 def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], moves: Sequence[Statement]) -> str:
-    """Why the moves cannot become the placement of the opening, whatever it is; "" if they can."""
+    """Why the moves cannot be folded into the opening, whichever the placement; "" if they can."""
     given = {keyword.arg for keyword in opening.keywords}
     if "placement" not in given and None in given:
         return "what `wb.open` is given stands in a dict"
-    # `lab = wb.attach(title)` gives, in the script's one process, what was opened
+    # in the script's single process, `lab = wb.attach(title)` returns the opened workbench
     attached = [call for s in statements if (call := _call_of_workbench(s, "attach")) and name in s.names.binds]
     again = sum(name in s.names.binds for s in statements) - sum(_title(c) == _title(opening) for c in attached)
     if again > 1:
@@ -88,8 +87,7 @@ def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], mov
 
 
 def _last_target(move: Statement, statements: Sequence[Statement], place: int) -> tuple[str, str]:
-    """The placement of the last move, as an expression that can be evaluated where the workbench opens; or "" and the
-    reason."""
+    """The placement of the last move, as an expression that can be evaluated at the opening; or "" and the reason."""
     call = getattr(move.node, "value", None)
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
     if call.func.attr != "move" or not isinstance(call.func.value, ast.Name) or len(call.args) != 1:
@@ -119,8 +117,8 @@ def _with_placement(statement: Statement, placement: str) -> Statement:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` times the same statements, one after the other. body: the first of them; last: where the others end;
-    number: of this repeat in the program."""
+    """`count` repetitions of the same statements. body: the first one; last: where the others end; number: of this
+    repeat in the program."""
 
     body: tuple[Statement, ...]
     count: int
@@ -142,7 +140,7 @@ Step = Statement | Repeat
 
 
 def statements_in(steps: Iterable[Step]) -> list[Statement]:
-    """Those of all steps, each once."""
+    """The statements of all steps, each once."""
     return [statement for step in steps for statement in (step.body if isinstance(step, Repeat) else (step,))]
 
 
@@ -151,9 +149,9 @@ BEGIN = (".next", ".iterate", ".iterations", *MANY)
 
 
 def found_repeats(statements: Sequence[Statement]) -> list[Step]:
-    """The same program, with statements that are repeated one after the other written once, with their count.
+    """Write consecutive repetitions of statements once, with their count.
 
-    Of all that could be a loop, first the one that covers the most statements; among equals the shortest body.
+    Candidates that cover the most statements come first; among equals, the shortest body.
     """
     keys = [ast.dump(statement.node) for statement in statements]
     fixed = [statement.is_import or statement.is_definition for statement in statements]
@@ -176,8 +174,8 @@ def found_repeats(statements: Sequence[Statement]) -> list[Step]:
 
 
 def iterated(repeat: Repeat, program: Sequence[Statement]) -> str | None:
-    """The workbench of which each turn is one iteration: it draws prompts once, or iterates an algorithm once. A script
-    that counts turns by `lab.iterations` can be resumed in the middle."""
+    """The workbench of which each repetition is one iteration: it draws prompts once, or iterates an algorithm once. A
+    script that counts with `lab.iterations` can be resumed in the middle."""
     opened = {name for statement in program if opening_of(statement) for name in statement.names.binds}
     own = {name for statement in program if statement.is_definition for name in statement.names.binds}
     body = [statement.node for statement in repeat.body]
@@ -198,7 +196,7 @@ def iterated(repeat: Repeat, program: Sequence[Statement]) -> str | None:
 
 
 def _made_for(statement: Statement) -> str | None:
-    """The name that `x = wb.PPO(lab, ...)` gives first."""
+    """The name of the workbench in `x = wb.PPO(lab, ...)`."""
     node = statement.node
     call = node.value if isinstance(node, ast.Assign) else None
     first = call.args[0] if isinstance(call, ast.Call) and call.args and root(call) in WORKBENCH else None

@@ -1,4 +1,4 @@
-"""What a script takes as options: assignments of plain values, in a cell tagged `parameters` or named by the user."""
+"""Find the options of a script: assignments of plain values, in cells tagged `parameters` or named by the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAGS = frozenset({"parameters", "injected-parameters"})
 
 @dataclass(frozen=True)
 class Parameter:
-    """name: as in the notebook. default: its text. help: the comment behind it."""
+    """name: as in the notebook. default: its source text. help: the comment after it."""
 
     name: str
     kind: str
@@ -27,7 +27,7 @@ class Parameter:
     help: str = ""
 
     def __str__(self) -> str:
-        """As an argument of main."""
+        """Its declaration as an argument of `main`."""
         kind = f"Annotated[{self.kind}, {json.dumps(self.help, ensure_ascii=False)}]" if self.help else self.kind
         return f"{self.name}: {kind} = {self.default}"
 
@@ -35,9 +35,9 @@ class Parameter:
 def take_parameters(
     statements: Sequence[Statement], named: Collection[str] = ()
 ) -> tuple[list[Parameter], list[Statement]]:
-    """The parameters, and the statements that are left. named: also these, wherever they are assigned.
+    """Return the parameters, and the other statements. named: also take these names, wherever they are assigned.
 
-    `BadInput` for a name that is not assigned exactly once, at the margin, to a plain value.
+    Raises `BadInput` for a name that is not assigned exactly once, at the margin, to a plain value.
     """
     found: dict[str, Parameter] = {}
     left: list[Statement] = []
@@ -70,7 +70,7 @@ def take_parameters(
 
 
 def possible_parameters(statements: Sequence[Statement]) -> list[Statement]:
-    """Assignments of a script that could be its options: of a plain value, to a name that nothing else changes."""
+    """Assignments that could become options: of a plain value, to a name that nothing else changes."""
     bound = Counter(name for statement in statements for name in statement.names.binds)
     changed = {name for statement in statements for name in statement.names.changes | statement.names.rebinds}
     found = [(statement, parameter) for statement in statements if (parameter := _parameter(statement)) is not None]
@@ -100,7 +100,7 @@ def _parameter(statement: Statement) -> Parameter | None:
 
 
 def _kind(value: Any) -> str | None:
-    """The type of a value, as it is written; None where a command line cannot give such a value."""
+    """The type of a value as source text; None if a command line cannot pass such a value."""
     if value is None or isinstance(value, int | float | str | dict):
         return "str | None" if value is None else type(value).__name__
     kinds = {type(one) for one in value} if isinstance(value, list | tuple) else set()
@@ -111,7 +111,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _comment(text: str) -> str:
-    """The comment behind a statement."""
+    """The comment after a statement."""
     tokens = list(tokenize.generate_tokens(io.StringIO(text + "\n").readline))
     code = [t for t in tokens if t.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)]
     comments = [t.string for t in tokens if t.type == tokenize.COMMENT and code and t.start >= code[-1].end]

@@ -1,7 +1,7 @@
-"""The text of a script: imports on top, definitions at module level, the pipeline in `main`.
+"""Write the text of a script: imports at the top, definitions at module level, the pipeline in `main`.
 
 A function or class is plain if it has no decorator but `wb.register`, and if its defaults, annotations and bases, and
-what its class body assigns, are constants, names, and attributes of imports. Everything else stays inside `main`.
+the values assigned in its class body, are constants, names, and attributes of imports. The rest stays inside `main`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin, origins
 from workbench.messages.protocols import PAPERS
 
-# Packages whose classes call nothing of a subclass while that is made. (An Enum calls the `__init__` of its members.)
+# Packages whose classes call no code of a subclass when it is defined. (An Enum calls the `__init__` of its members.)
 BASES = ("builtins", "torch.nn", "torch.utils.data", "workbench")
-# Special methods that a plain class may have: only a call or an operator on an instance runs them.
+# Special methods that a plain class may have: they run only by a call or an operator on an instance.
 METHODS = {
     "__call__", "__contains__", "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__init__", "__iter__",
     "__len__", "__next__", "__repr__", "__str__",
@@ -32,12 +32,12 @@ PARTS = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.expr_cont
 
 
 def is_plain(node: ast.stmt, imported: Mapping[str, str]) -> bool:
-    """Whether making this function or class runs nothing of the notebook. imported: see `origins`."""
+    """Whether defining this function or class runs no code of the notebook. imported: see `origins`."""
     return not _is_special(getattr(node, "name", "")) and _Scope(imported).defines(node)
 
 
 class _Scope:
-    """Of a module, or of a class body. own: names that the class body binds so far, whose meaning is not looked up."""
+    """The scope of a module or a class body. own: names bound so far in the class body, which are not resolved."""
 
     def __init__(self, imported: Mapping[str, str]) -> None:
         self._imported = imported
@@ -61,7 +61,7 @@ class _Scope:
         return all(map(self._registers, node.decorator_list)) and all(map(self.plain, (*parts, *annotations)))
 
     def _registers(self, node: ast.expr) -> bool:
-        """Whether it is `wb.register(...)` of constants, with a protocol that no cell has to add before."""
+        """Whether it is `wb.register(...)` of constants, with a built-in protocol."""
         if not isinstance(node, ast.Call) or self._origin(node.func) != "workbench.register":
             return False
         given = {keyword.arg: keyword.value for keyword in node.keywords} | dict(enumerate(node.args))
@@ -74,7 +74,7 @@ class _Scope:
         return self.plain(node) and origin.startswith((".", *(f"{package}." for package in BASES)))
 
     def _member(self, node: ast.stmt) -> bool:
-        """Whether a statement of a class body is plain; what it binds is noted."""
+        """Whether a statement of a class body is plain; records the names that it binds."""
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             plain, names = self.defines(node), {node.name} - METHODS
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -88,7 +88,7 @@ class _Scope:
         return plain and not any(map(_is_special, names))
 
     def plain(self, node: ast.AST) -> bool:
-        """Whether evaluating an expression runs nothing of the notebook."""
+        """Whether evaluating an expression runs no code of the notebook."""
         if isinstance(node, ast.Name):
             return isinstance(node.ctx, ast.Store) or node.id not in self._own
         if isinstance(node, ast.Attribute):  # one of the notebook's own may be a property of the class
@@ -102,7 +102,7 @@ class _Scope:
         return isinstance(node, PARTS) and all(map(self.plain, ast.iter_child_nodes(node)))
 
     def _origin(self, node: ast.AST) -> str:
-        """The dotted name of what `a.b.c` means: as imported, `builtins.x`, or `.x` of the notebook; else ""."""
+        """Resolve `a.b.c` to a dotted name: as imported, `builtins.x`, or `.x` of the notebook; else ""."""
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
@@ -122,7 +122,7 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def _is_type(origin: str) -> bool:
-    """Whether it is a type that can be subscripted, rather than a thing that may lack the item."""
+    """Whether subscripting it makes a type, instead of looking up an item that may be missing."""
     package, _, name = origin.rpartition(".")
     return package in ("typing", "collections.abc") or (
         package == "builtins" and isinstance(getattr(builtins, name, None), type)
@@ -145,8 +145,8 @@ def program(
     bound: Counter[str],
     explained: dict[int, str],
 ) -> str:
-    """steps: what is kept, in order. bound: how often a name is bound. explained: the page's text before a statement,
-    by the statement's `id`."""
+    """steps: the kept statements, in order. bound: how often a name is bound. explained: the page's text before a
+    statement, by the statement's `id`."""
     statements = statements_in(steps)
     imports, above = hoisted(statements, {parameter.name for parameter in parameters}, bound)
     within = [step for step in steps if isinstance(step, Repeat) or not (id(step) in imports or id(step) in above)]
@@ -182,7 +182,7 @@ def hoisted(
 ) -> tuple[dict[int, Statement], dict[int, Statement]]:
     """Imports that can move to the top, and definitions and constants that can move to module level: by `id`.
 
-    A definition can where all that it reads is there as well, and its name means one thing only.
+    A definition can move if all names that it reads can move too, and if its name is bound once.
     """
     texts: dict[str, set[str]] = {}
     for statement in statements:
@@ -246,7 +246,7 @@ def _is_constant(statement: Statement) -> bool:
 
 
 def _awaits(node: ast.AST) -> bool:
-    """Whether a node needs an event loop around it."""
+    """Whether a node needs a running event loop."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in LOOPS
     if isinstance(node, ast.comprehension):
@@ -290,7 +290,7 @@ def _repeats(repeat: Repeat, parameters: Sequence[Parameter]) -> str:
 
 
 def repeat_name(repeat: Repeat) -> str:
-    """Of the parameter that says how often."""
+    """The name of the parameter that holds the count."""
     return f"REPEATS_{repeat.number}"
 
 
@@ -303,7 +303,7 @@ def _explained(statement: Statement, explained: dict[int, str]) -> str:
 
 
 def _local(statement: Statement, local: set[str]) -> str:
-    """The statement's text inside `main`, whose variables a function changes by `nonlocal`."""
+    """The statement's text inside `main`. Functions that change variables of `main` declare them `nonlocal`."""
     text = statement.text
     if not statement.names.rebinds & local:
         return text
@@ -318,8 +318,8 @@ def _local(statement: Statement, local: set[str]) -> str:
 
 
 def indented(text: str) -> str:
-    """Text one step further in; lines inside a string of several lines stay where they are, and so do those between
-    strings that are joined without a `+`."""
+    """Indent the text by one level; lines inside multi-line strings, and between strings that are joined without a `+`,
+    stay unchanged."""
     strings = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant | ast.JoinedStr)]
     inside = {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
     lines = text.split("\n")
@@ -337,7 +337,7 @@ def _docstring(text: str) -> str:
 
 
 def formatted(text: str) -> str:
-    """By ruff: imports sorted, no needless `pass`, lines wrapped. `MissingDependency` where it is not installed."""
+    """Format by ruff: sort imports, wrap lines. Raises `MissingDependency` if ruff is not installed."""
     ruff = [sys.executable, "-m", "ruff"]
     options = ["--isolated", "--quiet", "--stdin-filename", "script.py"]
     sort = ["check", "--select", "I,PIE790", "--fix", "--line-length", str(LINE_LENGTH), *options, "-"]

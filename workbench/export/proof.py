@@ -1,4 +1,4 @@
-"""The proof: notebook and script are run with the same settings, and every metric of every stage call is compared."""
+"""Run a notebook and its script with the same settings, and compare every metric of every stage call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.telemetry.store import TelemetryStore
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove
 ROUNDING = 2e-3  # relative, in fp32, where several processes or another placement sum in another order
 BAD = ("differs", "only in the script", "missing in the script")
-# Of these the notebook may have made more calls, to look at what they make: they train nothing.
+# The notebook may call these stages more often than the script, to look at results: they train nothing.
 LOOKED_AT = ("compute_", "generate_sequences", "evaluate")
 CALL = ["workbench", "iteration", "stage", "call"]
 
@@ -39,11 +39,11 @@ class ProofFailed(WorkbenchError, RuntimeError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What the comparison found.
+    """The result of the comparison.
 
     table: a row a stage call: workbench, iteration, stage, call (its number within that stage and iteration), metrics
     (how many were compared), largest_difference (relative to the larger value, or to 1e-6; of gaps to 1e-3), verdict.
-    tolerance: up to which values count as within rounding; 0 where all must be equal to the last bit.
+    tolerance: the largest difference that counts as rounding; 0 where all must be equal to the last bit.
     """
 
     table: pd.DataFrame
@@ -65,10 +65,10 @@ class Proof:
 def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any] | None = None) -> Proof:
     """Run a notebook headless and a script as a program, each in a fresh process, and compare their metrics.
 
-    settings: values of parameters, for both. opening: values that both give to `wb.open`, in place of their own.
-    Both work in the notebook's folder; their run folders, and what they write to a parameter `RUNS`, go to a temporary
-    one. Workbenches that live are not touched. Raises `ProofFailed` with the last lines of the one that did not run to
-    its end, and `BadInput` where the script has an option `--output` of its own.
+    settings: parameter values for both. opening: values that both pass to `wb.open` in place of their own. Both run in
+    the notebook's folder; their run folders, and their parameter `RUNS`, point to a temporary folder. Workbenches that
+    are open stay untouched. Raises `ProofFailed` with the last lines of the program that failed, and `BadInput` if the
+    script already has an option `--output`.
     """
     parameters = parameters_of(script)
     if any(name.lower() == "output" for name in parameters):
@@ -142,7 +142,7 @@ def _script_command(
 
 
 def settings_of(given: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` as Python values; text where it is none."""
+    """Parse `NAME=VALUE` into Python values; a value that is not Python stays text."""
     settings: dict[str, Any] = {}
     for one in given:
         name, equals, value = one.partition("=")
@@ -156,13 +156,13 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parameters_of(script: str) -> dict[str, str]:
-    """The parameters of a script's `main`, which is its last function, and their types as they are written."""
+    """The parameters of a script's `main`, which is its last function, with their annotations."""
     functions = [node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {one.arg: ast.unparse(one.annotation) for main in functions[-1:] for one in main.args.args if one.annotation}
 
 
 def option(name: str, value: Any) -> list[str]:
-    """A parameter's value as words of a command line."""
+    """A parameter's value as command-line words."""
     flag = "--" + name.lower().replace("_", "-")
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
@@ -176,7 +176,7 @@ def compare_runs(notebook: Path, script: Path) -> Proof:
     first, second = _labs(notebook), _labs(script)
     single = all(_single(folder) for labs in (first, second) for folder in labs.values())
     calls = {lab: (_calls(first.get(lab)), _calls(second.get(lab))) for lab in dict.fromkeys([*first, *second])}
-    # which rows of several turns are decoded together depends on how quick the environments are, and rounding with it
+    # which conversation rows are decoded together depends on the environments' speed, and so does rounding
     converses = any("turns/mean" in values for pair in calls.values() for both in pair for _, _, values in both)
     tolerance = 0.0 if single and not converses else ROUNDING
     rows = []
@@ -187,8 +187,8 @@ def compare_runs(notebook: Path, script: Path) -> Proof:
 
 
 def _labs(runs: Path) -> dict[str, Path]:
-    """Run folders by name and how often it was opened before, as `first` or `first (2)`; also those deeper in a folder,
-    where a program was run that the notebook starts."""
+    """Run folders by workbench name and earlier openings, as `first` or `first (2)`. Nested folders of programs that
+    the notebook starts are included."""
     found: dict[str, Path] = {}
     counts: dict[str, int] = defaultdict(int)
     for folder in sorted((file.parent for file in runs.rglob("metrics.jsonl")), key=lambda one: one.name):
@@ -199,7 +199,7 @@ def _labs(runs: Path) -> dict[str, Path]:
 
 
 def _single(folder: Path) -> bool:
-    """Whether all that a workbench did was on one CPU process."""
+    """Whether everything ran on one CPU process."""
     spans = TelemetryStore(folder).spans()
     devices: list[str] = spans["device"].unique().tolist()
     return len(devices) <= 1 and not any(device.startswith("cuda") for device in devices)
@@ -225,7 +225,7 @@ def _calls(folder: Path | None) -> list[Call]:
 
 
 def _compared(lab: str, first: Sequence[Call], second: Sequence[Call], tolerance: float) -> list[dict[str, Any]]:
-    """Rows of one workbench, stage by stage of each iteration."""
+    """Table rows of one workbench, stage by stage of each iteration."""
     rows = []
     for iteration, stage in dict.fromkeys((call[0], call[1]) for call in (*first, *second)):
         ours = [values for i, s, values in first if (i, s) == (iteration, stage)]
@@ -242,8 +242,8 @@ def _compared(lab: str, first: Sequence[Call], second: Sequence[Call], tolerance
 def _paired(
     ours: Sequence[Values], theirs: Sequence[Values], tolerance: float
 ) -> list[tuple[Values | None, Values | None]]:
-    """Calls of one stage in their order. The notebook may have called it more often, only to look: of as many as are
-    left over, those that the script's next call does not equal are passed by."""
+    """Pair the calls of one stage in order. The notebook may have made extra calls, only to look at results: that many
+    calls that differ from the script's next call are skipped."""
     spare = max(0, len(ours) - len(theirs))
     pairs: list[tuple[Values | None, Values | None]] = []
     at = 0
@@ -266,7 +266,7 @@ def _judged(one: Values | None, other: Values | None, tolerance: float) -> dict[
 
 
 def _difference(first: Values, second: Values) -> float:
-    """The largest relative difference; infinite where one lacks a metric of the other, or only one is finite."""
+    """The largest relative difference; infinite if a metric is missing on one side, or only one value is finite."""
     if set(first) != set(second):
         return math.inf
     unequal = [(name, first[name], second[name]) for name in first if first[name] != second[name]]
@@ -278,7 +278,7 @@ def _difference(first: Values, second: Values) -> float:
 
 
 def _least(name: str) -> float:
-    """What a difference is relative to at least. Of metrics that would be 0 without rounding, such as gaps between
-    engines in nats, all that there is may be rounding."""
+    """The smallest denominator of a relative difference: metrics that would be 0 without rounding, such as gaps between
+    engines in nats, can consist of rounding only."""
     is_gap = any(part.endswith("_gap") for part in name.split("/"))
     return 1e-3 if is_gap or name.endswith("/max_deviation") else 1e-6

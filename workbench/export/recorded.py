@@ -1,5 +1,4 @@
-"""Which cells were run, and when, compared with the page: from the record of a workbench, or from the cells'
-execution numbers."""
+"""Find out which cells were run, and when, from a workbench's record or from the cells' execution counts."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ ALGORITHM, EVENT = "algorithm", "setting"  # events of calls of algorithms, and 
 
 @dataclass(frozen=True)
 class Record:
-    """runs: cells in the order in which they were run. placements: name of a workbench -> where it ended. settings:
-    those that no cell changed, but a panel: a sentence for each. made: by the place of a cell in `runs`, what was
-    called in it. elsewhere: what no cell called, but a panel, with the place of the cell that had ended before, and
-    whether its workbench was opened anew since. lost: cells without an end, a sentence for each."""
+    """runs: cells in execution order. placements: name of a workbench -> its last placement. settings: a sentence for
+    each setting that a panel changed. made: calls of each cell, by its place in `runs`. elsewhere: calls made by a
+    panel, with the place of the last cell that had ended, and whether the workbench was reopened since. lost: a
+    sentence for each cell that never ended."""
 
     runs: tuple[RunCell, ...]
     placements: dict[str, str]
@@ -37,13 +36,13 @@ class Record:
     lost: tuple[str, ...] = ()
 
     def run_of(self, cell: Cell) -> list[RunCell]:
-        """The times that a cell of the page was run: by its id, else by its text."""
+        """All runs of a page cell, found by its id, else by its text."""
         by_id = [run for run in self.runs if run.id and run.id == cell.id]
         return by_id or [run for run in self.runs if not run.id and run.digest == cell.digest]
 
 
 def read_record(folders: Iterable[Path]) -> Record:
-    """The record in run folders of one notebook's workbenches, earliest first. placements: of those that were moved."""
+    """Read the record from run folders of one notebook's workbenches, earliest first. placements: where they moved."""
     runs: list[RunCell] = []
     places: dict[tuple[str, int, str], int] = {}  # of a run in `runs`, by kernel, number and digest
     placements: dict[str, str] = {}
@@ -105,7 +104,7 @@ def read_record(folders: Iterable[Path]) -> Record:
 
 
 def _lost(number: int, made: Made) -> str:
-    """Of a cell that was under way when its kernel ended: it is not among those that were run."""
+    """Describe a cell whose kernel ended while it ran; it is missing from the runs."""
     return (
         f"In [{number}] was under way when its kernel ended, and is not among the cells that were run. It called "
         f"{made}: a script in the order of the run does not"
@@ -118,7 +117,7 @@ def _events(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def find_record(notebook: Notebook, path: Path) -> list[Path]:
-    """Run folders of the last run of this page, under the folders where they are kept by default; earliest first."""
+    """Run folders of this page's last run, searched under the default folders; earliest first."""
     ids = {cell.id for cell in notebook.code if cell.id}
     places = {base.resolve() for base in (Path("runs"), path.parent / "runs", path.parent.parent / "runs")}
     folders = sorted((f for place in places for f in place.glob("*/*/events.jsonl")), key=lambda f: f.parent.name)
@@ -135,7 +134,7 @@ def find_record(notebook: Notebook, path: Path) -> list[Path]:
 
 
 def doubts(notebook: Notebook, record: Record | None) -> list[str]:
-    """How what was run differs from the page; each names its cells."""
+    """Sentences on how the execution differs from the page, each with its cells."""
     code = [cell for cell in notebook.code if cell.exported]
     last = {id(cell): _last(cell, record) for cell in code}
     told = []
@@ -153,7 +152,7 @@ def doubts(notebook: Notebook, record: Record | None) -> list[str]:
 
 
 def _last(cell: Cell, record: Record | None) -> int | None:
-    """The position of a cell's last run in the order of all runs; None where it was not run."""
+    """The position of a cell's last run among all runs; None if it was not run."""
     if record is not None and record.runs:
         runs = record.run_of(cell)
         return record.runs.index(runs[-1]) if runs else None
@@ -182,7 +181,7 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
 
 
 def _stale(ran: Sequence[tuple[Cell, int]]) -> list[str]:
-    """Cells that read a value which a cell above them has made again since."""
+    """Cells that read a value which an earlier cell of the page has recomputed since."""
     told = []
     names = {id(cell): _names(cell) for cell, _ in ran}
     for place, (cell, number) in enumerate(ran):
@@ -194,7 +193,7 @@ def _stale(ran: Sequence[tuple[Cell, int]]) -> list[str]:
 
 
 def _names(cell: Cell) -> tuple[set[str], set[str]]:
-    """What a cell binds, and what it reads; nothing of a cell that is not Python."""
+    """The names that a cell binds, and those it reads; both empty if the cell is not Python."""
     try:
         statements: list[Statement] = statements_of(cell)
     except BadInput:
@@ -203,8 +202,8 @@ def _names(cell: Cell) -> tuple[set[str], set[str]]:
 
 
 def as_written(notebook: Notebook, record: Record, missing: list[str], told: list[str]) -> list[Cell]:
-    """The cells of the page, and behind each what a panel called after it. A cell that failed and had called nothing,
-    such as a wrong `wb.open`, ends where it failed. told: takes a sentence for each of these."""
+    """The cells of the page, each followed by the panel's calls after it. A cell that failed and had called nothing,
+    such as a wrong `wb.open`, ends where it failed. told: gets a sentence for each such cell."""
     written = {cell.number: _until_failure(cell, notebook, record, told) for cell in notebook.cells}
     ends: dict[int, Cell | None] = {}
     for place, run in enumerate(record.runs):
@@ -216,8 +215,8 @@ def as_written(notebook: Notebook, record: Record, missing: list[str], told: lis
 
 
 def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[str]) -> Cell:
-    """A cell of the page without what did not run because it failed; whole where it was edited since, where it had
-    called something, or where another cell needs what only the rest makes."""
+    """A page cell without the statements that a failure skipped. It stays whole if it was edited since, if it had
+    called something, or if another cell needs a name that only the skipped part defines."""
     runs = record.run_of(cell) if cell.exported else []
     if not runs or runs[-1].done or runs[-1].digest != cell.digest:
         return cell
@@ -236,7 +235,7 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
 
 
 def _needed(cells: Sequence[Cell]) -> set[str]:
-    """Names that cells read, in their functions too."""
+    """Names that cells read, also inside functions."""
     found = set[str]()
     for cell in cells:
         with suppress(BadInput):
@@ -245,8 +244,8 @@ def _needed(cells: Sequence[Cell]) -> set[str]:
 
 
 def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], missing: list[str]) -> list[Cell]:
-    """The cells, and what no cell called behind the one that had ended before: ends, by its place in the record. Behind
-    a later one, where that makes the names that it needs. missing: takes a sentence for what cannot be written."""
+    """The cells, with panel calls placed after the cell that had ended before them (ends: by its place in the record),
+    or later if they need names of a later cell. missing: gets a sentence for each call that cannot be written."""
     groups: dict[int, list[MadeCall]] = {}
     for place, call, _ in record.elsewhere:
         groups.setdefault(place, []).append(call)
@@ -272,9 +271,8 @@ def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], 
 
 
 def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]:
-    """The cells in the order in which they were run, with the text that they had then; of one that failed, or was
-    interrupted, what it had done; and what a panel called. The page's text comes before the first run of the cell below
-    it."""
+    """The cells in execution order, with the text that was executed: of a cell that failed or was interrupted, the part
+    that had run; panel calls included. The page's text comes before the first run of the cell below it."""
     if not record.runs:
         raise BadInput("a notebook without a record", "cells are recorded from the moment a workbench is opened",
                        "give the run folder with --run, or export --as-written")  # fmt: skip
@@ -306,7 +304,7 @@ def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]
 
 
 def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:
-    """What was run: the page has it, or IPython's history; else `BadInput`."""
+    """The text that was run, from the page or from IPython's history; else raises `BadInput`."""
     if on_page is not None and not on_page.exported:
         return on_page.text
     text = next((cell.text for cell in notebook.code if cell.digest == run.digest), None) or run.text()

@@ -21,7 +21,7 @@ from workbench.errors import BadInput
 from workbench.export.cells import Cell, replaced
 from workbench.export.statements import Statement, at_margin, builtin, origins, own_names, root
 
-# Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
+# Methods without side effects, that answer or draw: of a workbench and its parts; of a frame, of a figure.
 SHOWING = {
     "arguments", "batches", "changed", "changes", "df", "dial", "diff", "disagreements", "estimate", "events", "failed",
     "graph", "groups", "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans",
@@ -29,7 +29,7 @@ SHOWING = {
     "what_if",
 }  # fmt: skip
 OF_TABLES = {"describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts"}
-# Methods of frames whose names others have too: only what is called on the result of such a call is meant.
+# Frame methods whose names are common: they count only if called on the result of a call in SHOWING.
 OF_FRAMES = {
     "agg", "astype", "count", "max", "mean", "min", "pivot", "query", "reset_index", "round", "set_index",
     "sort_values", "sum",
@@ -37,7 +37,7 @@ OF_FRAMES = {
 NOTEBOOK_ONLY = {"panel", "strip", "export"}  # methods of a workbench that need a notebook around them
 OPENING = {"open", "attach", "restore"}
 DISPLAYS = ("IPython", "workbench.display")  # what is imported from these only shows something
-# Imports of these register nothing, and are left out where nothing in the script needs them.
+# Importing these registers nothing, so unused imports are left out.
 QUIET = (
     *DISPLAYS, "ipywidgets", "matplotlib", "numpy", "pandas", "plotly", "seaborn", "torch", "workbench_widgets",
     *(sys.stdlib_module_names - {"__future__"}),
@@ -50,8 +50,8 @@ ANY_VALUE = (
 
 
 class Looking:
-    """Judges the statements of one notebook. A method or function that the notebook itself defines is not one that only
-    shows, whatever its name."""
+    """Finds the display-only statements of one notebook. Methods and functions that the notebook defines never count as
+    display-only."""
 
     def __init__(self, statements: Sequence[Statement]) -> None:
         nodes = [node for statement in statements for node in ast.walk(statement.node)]
@@ -68,8 +68,8 @@ class Looking:
         self._of_notebook = {name for s in views for name in s.names.binds} - others  # such as `panel = lab.panel()`
 
     def without_displays(self, statement: Statement) -> Statement | None:
-        """What of a statement is in the script; None if nothing is. Inside of blocks and functions only calls of
-        `display` and the like are left out, as a notebook shows no other value there."""
+        """The part of a statement that belongs in the script; None if nothing does. Inside blocks and functions only
+        calls of `display` and similar functions are removed, because a notebook shows no other value there."""
         node = statement.node
         if isinstance(node, ast.Expr):
             part = self._working(node.value)
@@ -84,7 +84,7 @@ class Looking:
         return _with(statement, [(one, self._working(one.value)) for one in inner]) if inner else statement
 
     def _shows(self, node: ast.AST) -> bool:
-        """Whether evaluating an expression changes nothing."""
+        """Whether evaluating an expression has no side effect."""
         if isinstance(node, ast.Call):
             called = node.func
             if isinstance(called, ast.Attribute):
@@ -102,14 +102,14 @@ class Looking:
         return all(map(self._shows, ast.iter_child_nodes(node)))
 
     def _answers(self, method: ast.Attribute) -> bool:
-        """Whether it is a method that answers or draws."""
+        """Whether it is a method that only answers or draws."""
         return method.attr in self._of_tables or (method.attr in self._methods and root(method) in self._ours)
 
     def _is_display(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._displays
 
     def _working(self, node: ast.expr) -> ast.expr | None:
-        """The part of an expression that does something; None if it only shows something."""
+        """The part of an expression that has an effect; None if it is display-only."""
         if self._shows(node):
             return None
         parts: list[ast.expr] = []
@@ -125,7 +125,7 @@ class Looking:
         return self._working(parts[0]) if len(parts) == 1 else node
 
     def _needs_notebook(self, node: ast.AST) -> bool:
-        """Whether it is `lab.panel(...)`, `lab.strip()` or `lab.export(...)`, or something of what these returned."""
+        """Whether it is `lab.panel(...)`, `lab.strip()`, `lab.export(...)`, or an attribute or call of the result."""
         while isinstance(node, ast.Call | ast.Attribute | ast.Subscript | ast.Starred):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr in NOTEBOOK_ONLY and _name(called.value) in self._labs:
@@ -134,14 +134,14 @@ class Looking:
         return _name(node) in self._of_notebook
 
     def _prints_of_notebook(self, node: ast.expr) -> bool:
-        """Whether it is `print(panel.x)` or the like: a call that is given such a thing, and nothing that does more."""
+        """Whether it is `print(panel.x)` or similar: a call on such a result, with no other effect."""
         given = [*node.args, *(one.value for one in node.keywords)] if isinstance(node, ast.Call) else []
         needs = [self._needs_notebook(one) for one in given]
         return any(needs) and all(need or self._shows(one) for one, need in zip(given, needs, strict=True))
 
 
 def without_unread(statement: Statement, read: set[str]) -> Statement | None:
-    """An import without the names of `QUIET` that nothing reads; None if there are no others."""
+    """An import without the `QUIET` names that nothing reads; None if no name is left."""
     node = statement.node
     assert isinstance(node, ast.Import | ast.ImportFrom)
     module = getattr(node, "module", None)
@@ -159,14 +159,14 @@ def without_unread(statement: Statement, read: set[str]) -> Statement | None:
 
 
 def _annotating(node: ast.AST) -> set[str]:
-    """The names in annotations that are texts."""
+    """The names in string annotations."""
     annotations = [getattr(one, field, None) for one in ast.walk(node) for field in ("annotation", "returns")]
     texts = [one.value for part in annotations if part for one in ast.walk(part) if isinstance(one, ast.Constant)]
     return {name for text in texts if isinstance(text, str) for name in re.findall(r"\w+", text)}
 
 
 def _ours(statements: Sequence[Statement]) -> set[str]:
-    """The names of what came from the workbench: imported from it, or made by calls of what is."""
+    """Names that come from the workbench: imported from it, or returned by its calls."""
     roots: dict[str, set[str | None]] = {}  # of each name, what the values begin with that it is given
     found = {name for name, origin in origins(s.node for s in statements).items() if _is_of(origin, ("workbench",))}
     for statement in statements:
@@ -187,7 +187,7 @@ def _name(node: ast.AST) -> str | None:
 
 
 def _opens(node: ast.stmt) -> bool:
-    """Whether it is `lab = wb.open(...)` or the like."""
+    """Whether it is `lab = wb.open(...)` or similar."""
     called = node.value.func if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
     return isinstance(called, ast.Attribute) and called.attr in OPENING
 
@@ -197,7 +197,7 @@ def _is_of(module: str | None, packages: Sequence[str]) -> bool:
 
 
 def _with(statement: Statement, changes: Sequence[tuple[ast.expr | ast.stmt, ast.expr | None]]) -> Statement:
-    """The statement with parts of it exchanged; None: `pass`."""
+    """The statement with parts replaced. A part with None becomes `pass`."""
     texts = []
     for old, new in changes:
         text = "pass" if new is None else ast.get_source_segment(statement.text, new) or ast.unparse(new)
@@ -209,7 +209,8 @@ SHOWN_LAST = ("_", "__", "___", "Out", "In", "_ih", "_oh", "_dh", "_i", "_ii", "
 
 
 def select(statements: Sequence[Statement], parameters: Collection[str]) -> list[Statement]:
-    """Those of the script, in order. `BadInput` names the cell that needs a name which nothing before it makes."""
+    """The script's statements, in order. Raises `BadInput` naming the cell that reads a name nothing
+    before it defines."""
     looking = Looking(statements)
     kept = [left for statement in statements if (left := looking.without_displays(statement)) is not None]
     read = {name for statement in kept for name in (*statement.names.needs, *_annotating(statement.node))}
@@ -221,7 +222,7 @@ def select(statements: Sequence[Statement], parameters: Collection[str]) -> list
 
 
 def _check_names(chosen: Sequence[Statement], statements: Sequence[Statement], parameters: frozenset[str]) -> None:
-    """Each name that the script reads is made before it, by something that is in the script."""
+    """Check that each name the script reads is defined before it, by a statement of the script."""
     brought = any("runpy.run_path" in s.text or _is_star(s) for s in chosen)
     everywhere = {name for s in chosen for name in s.names.binds | s.names.rebinds} | parameters
     makers: dict[str, list[Cell]] = {}
@@ -248,10 +249,10 @@ def _is_star(statement: Statement) -> bool:
 
 
 def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
-    """A notebook's variables are global, those of `main` are not: where that would make a difference is refused."""
+    """Refuse code whose meaning changes because a notebook's variables are global and those of `main` are local."""
     bound: set[str] = set()
     everywhere = {name for s in chosen for name in s.names.binds}
-    # what may be a variable of `main`; that a constant or definition is hoisted is not known here
+    # names that may be variables of `main`; which constants or definitions are hoisted is not known here
     inside = {name for s in chosen if not (s.is_import or s.is_definition) for name in s.names.binds}
     for statement in chosen:
         node, names = statement.node, statement.names

@@ -1,4 +1,4 @@
-"""The statements of a cell: what each one binds, what it needs, and the text that it was written in."""
+"""Split a cell into statements, with the names that each binds and reads, and its source text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ IN_PLACE = (ast.Subscript, ast.Attribute)
 
 @dataclass(frozen=True)
 class Names:
-    """Names of the notebook's own scope in a piece of code.
+    """Names of the notebook's global scope in a piece of code.
 
-    binds: given a value by it. uses: read when it runs. late: read, or `global`ly bound, when a function that it makes
-    is called. rebinds: bound by a function that says `global`. stores: assigned to by
-    index or attribute, or by `+=`. changes: these, and what has a method called.
+    binds: names it assigns. uses: names it reads when it runs. late: names that a function defined here reads, or binds
+    by `global`, when it is called. rebinds: names bound by a function through `global`. stores: names assigned to by
+    index, attribute or `+=`. changes: these, and names on which a method is called.
     """
 
     binds: frozenset[str]
@@ -39,7 +39,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement at the left margin of a cell. text: with the comments above it."""
+    """One statement at the left margin of a cell. text: its source, with the comments above it."""
 
     cell: Cell
     text: str
@@ -65,7 +65,7 @@ class Statement:
 
 
 def statements_of(cell: Cell) -> list[Statement]:
-    """Those of a code cell, `pass` left out. `BadInput` names the cell that is not Python."""
+    """The statements of a code cell, without `pass`. Raises `BadInput` naming the cell if it is not Python."""
     text = python_of(cell)
     body = ast.parse(text).body
     found = [Statement(cell, piece) for piece in _pieces(text, body)]
@@ -95,12 +95,12 @@ def _pieces(text: str, body: list[ast.stmt]) -> Iterator[str]:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Of a statement with its decorators, from 1."""
+    """The first line of a statement or its decorators, from 1."""
     return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
 
 
 def origins(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """By name what imports among the nodes bind it to: `{"wb": "workbench", "dataclass": "dataclasses.dataclass"}`."""
+    """What the imports among the nodes bind: `{"wb": "workbench", "dataclass": "dataclasses.dataclass"}`."""
     found: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -113,7 +113,7 @@ def origins(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def names_of(text: str) -> Names:
-    """By Python's own symbol table, as for a module."""
+    """Find the names with Python's own symbol table, as for a module."""
     try:
         top = symtable.symtable(text, "cell", "exec")
     except SyntaxError as error:
@@ -125,7 +125,7 @@ def names_of(text: str) -> Names:
     binds = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented
     uses |= _read_before_bound(here)
-    # roots of what is assigned to by index or attribute, and of what has a method called
+    # root names of index and attribute assignments, and of method calls
     stored = {root(n) for n in here if isinstance(n, IN_PLACE) and isinstance(n.ctx, ast.Store | ast.Del)}
     called = {root(n) for n in here if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
     stores = {name for name in stored if name is not None} | augmented
@@ -155,8 +155,8 @@ def _add_nested(table: symtable.SymbolTable, uses: set[str], late: set[str], reb
 
 
 def own_names(text: str) -> tuple[set[str], set[str]]:
-    """Names whose meaning depends on whether the code is in a module or in a function: those that a class body reads
-    before it binds them, and those that a function declares `global` inside of one with a variable of that name."""
+    """Names whose meaning depends on whether the code is in a module or in a function: names that a class body reads
+    before it binds them, and names that a function declares `global` inside a function with a variable of that name."""
     hidden: set[str] = set()
 
     def visit(table: symtable.SymbolTable, around: frozenset[str]) -> None:
@@ -172,7 +172,7 @@ def own_names(text: str) -> tuple[set[str], set[str]]:
 
 
 def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that class bodies read before they bind them: to Python's symbol table, local ones."""
+    """Names that class bodies read before they bind them; Python's symbol table calls them local."""
     found: set[str] = set()
     for one in nodes:
         if isinstance(one, ast.ClassDef):
@@ -184,7 +184,7 @@ def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes that run in the scope that they are written in: not the bodies of functions and lambdas."""
+    """All nodes that run in the scope they are written in: bodies of functions and lambdas are excluded."""
     for node in nodes:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -198,7 +198,7 @@ def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def root(node: ast.AST) -> str | None:
-    """The name that `a.b[c].d(...)` starts with; None where it starts with something else."""
+    """The name that `a.b[c].d(...)` starts with; None if it starts with anything else."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Await | ast.Starred):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None

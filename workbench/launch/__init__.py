@@ -1,1 +1,1 @@
-"""How a workbench is started: `wb.open`, `wb.attach`, scripts, and `wb doctor`."""
+"""Starts workbenches: `wb.open`, `wb.attach`, scripts, and `wb doctor`."""

@@ -1,6 +1,6 @@
-"""The arguments of `wb.open` that say where and how a workbench runs: their types, the options that scripts have for
-them, and what gives them from outside. The command line of a script overrides the arguments in the code, a sweep's
-trial has defaults for them."""
+"""The arguments of `wb.open` that say where and how a workbench runs: their types, their command-line options, and
+values from outside the call: a script's command line overrides the arguments in the code, a sweep's trial has defaults
+for them."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Script:
     """The script that this process runs.
 
     command: its path, and the names of the options that it was given. options: of its `main`. opening: arguments of
-    `wb.open` that its command line gives. keep: whether workbenches live on when it closes them. labs: those that it
-    has opened so far.
+    `wb.open` from its command line. keep: whether workbenches live on when it closes them. labs: the workbenches that
+    it has opened so far.
     """
 
     command: Sequence[str] = ()
@@ -105,24 +105,24 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A trial of a sweep that this process runs. opening: arguments that a `wb.open` of a workbench of that name gets,
-    where its call does not give them. opened: told of each workbench."""
+    """A trial of a sweep that this process runs. opening: returns, for a workbench's name, arguments of `wb.open` that
+    are used where the call does not give them. opened: called with each workbench."""
 
     opening: Callable[[str], Mapping[str, Any]]
     opened: Callable[[Workbench], object]
 
 
-trial: Trial | None = None  # what `wb.sweep` carries out
-running: Script | None = None  # what `workbench.launch.script` carries out
+trial: Trial | None = None  # set by `wb.sweep`
+running: Script | None = None  # set by `workbench.launch.script` and `.execute`
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, int | float | bool | None]:
-    """Values by name as a run folder may hold them: None for all but numbers and bools, as a text may be a secret."""
+    """Return values as a run folder may hold them: None for all but numbers and bools; a text may be a secret."""
     return {name: value if isinstance(value, int | float) else None for name, value in values.items()}
 
 
 def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
-    """`wb.open` with the arguments from outside. What they change is printed on stderr and recorded as an event."""
+    """Add the arguments from outside to `wb.open`. Changed arguments are printed on stderr and recorded as an event."""
     signature = inspect.signature(opens)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -133,13 +133,13 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         said = defaults | call.arguments
         if running is not None and "if_exists" not in call.arguments:
             mine = any(lab.name == said["name"] and not lab.ownership.closed for lab in running.labs)
-            said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
+            said["if_exists"] = "attach" if mine else "error"  # a script starts with its models as given
         if trial is not None:
             said |= {key: value for key, value in trial.opening(said["name"]).items() if key not in call.arguments}
         given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
         opening = {} if running is None else running.opening
         changed = {name: value for name, value in opening.items() if value != said[name]}
-        if said["resume"] is not None or given_again:  # the checkpoint is of what the script opens first
+        if said["resume"] is not None or given_again:  # the checkpoint belongs to the first workbench of the script
             changed.pop("resume", None)
         given = said | changed
         if running is not None and running.keep and given["backend"] == "inline":

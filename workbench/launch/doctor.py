@@ -1,8 +1,8 @@
-"""What is installed, which engines can run here, on which devices, and the remedy for what is missing.
+"""`wb doctor`: reports installed packages, engines that can run here, devices, and remedies for missing parts.
 
-The quick look imports no engine: it reads packages, versions, compiled files, the devices that they were built for, and
-the driver. It shows what is installed, not that it works. The deep look imports each engine in its own process, because
-a wrong build may fail only then (and may end the process).
+The quick check imports no engine: it reads packages, versions, compiled files, the devices they were built for, and the
+driver. It shows what is installed, not that it works. The deep check imports each engine in its own process, because a
+wrong build may fail only then (and may end the process).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from workbench.support.machine import Gpu, cores, read_gpus
 PROBE_TIMEOUT_S = 180
 MAKE = "run `make`, or install the extra that pyproject.toml names for it"
 UNINSTALL = f"run `{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec`: nothing here needs them"
-# What vLLM asks for, and set-up removes: builds for CUDA, beside torch for the CPU.
+# Packages that vLLM requires and that set-up removes, because they are builds for CUDA beside a CPU torch.
 UNWANTED = frozenset(("torchvision", "torchaudio", "torchcodec"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What an engine needs. code: must run. modules: must be installed. files: patterns of compiled files in them.
-    distributions: those whose version is shown, where they are installed; default: the modules."""
+    """The requirements of an engine. code: must run. modules: must be installed. files: patterns of compiled files in
+    them. distributions: show the versions of these, if they are installed; default: the modules."""
 
     code: str
     modules: tuple[str, ...]
@@ -44,7 +44,7 @@ class Engine:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of its distributions that are installed."""
+        """The versions of its installed distributions."""
         found = {name: _version(name) for name in self.distributions or self.modules}
         return {name: version for name, version in found.items() if version}
 
@@ -71,7 +71,7 @@ ENGINES: dict[str, Engine] = {
         code="import anywidget, ipywidgets, plotly", modules=("anywidget", "ipywidgets", "plotly"), needed=False
     ),
 }  # fmt: skip
-# Prints what torch finds, one a line.
+# Prints the GPUs that torch finds, one per line.
 _DEVICES = """
 import torch
 for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
@@ -81,7 +81,7 @@ for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do where it is not ok. needed: the main job cannot run without it."""
+    """One line of the report. remedy: what to do if it is not ok. needed: whether the main job needs it."""
 
     name: str
     ok: bool
@@ -96,8 +96,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks. `ok`: no check says that the main job (the first lesson, with the default engines on the bundled
-    model) cannot run here. deep: whether the engines were imported."""
+    """All checks. `ok`: whether the main job (the first lesson, with the default engines on the bundled model) can run
+    here, as far as the checks show. deep: whether the engines were imported."""
 
     checks: tuple[Check, ...]
     deep: bool = False
@@ -124,7 +124,7 @@ class Report:
 
 
 def examine(*, deep: bool = False) -> Report:
-    """Look at this machine: a second or two; deep: ten to thirty, as every engine is imported once."""
+    """Check this machine, in a second or two; deep: in ten to thirty seconds, because every engine is imported once."""
     gpus = read_gpus()
     with ThreadPoolExecutor() as pool:
         probe = pool.submit(_run, _DEVICES) if deep else None
@@ -150,7 +150,7 @@ def _version(distribution: str) -> str | None:
 
 
 def looked_at(name: str) -> Check:
-    """An engine by what lies on the disk."""
+    """Check an engine by its files on the disk."""
     engine = ENGINES[name]
     problem, remedy = next(_problems(engine), ("", ""))
     return _engine_check(name, problem, remedy)
@@ -162,7 +162,7 @@ def _engine_check(name: str, problem: str, remedy: str) -> Check:
 
 
 def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
-    """What stands against an engine, and the remedy."""
+    """Yield the problems of an engine, with remedies."""
     for module in engine.modules:
         if importlib.util.find_spec(module) is None:
             yield f"No module named {module!r}", MAKE
@@ -171,14 +171,14 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
         if not [path for folder in _folders(package) for path in folder.glob(pattern)]:
             yield f"{file} is missing: the package is not whole, or for another Python", MAKE
     if "transformers" in engine.modules and _folders("torchvision"):
-        # one that was built for another torch takes every transformers model with it
+        # a torchvision that was built for another torch breaks every transformers model
         builds = [build[1] for package in ("torchvision", "torch") if (build := _told(package, BUILD))]
         if len({*builds}) > 1:
             yield f"torchvision is built for {builds[0]}, torch for {builds[1]}", UNINSTALL
 
 
 def imported(name: str) -> Check:
-    """An engine by importing it."""
+    """Check an engine by importing it."""
     check = looked_at(name)
     probe = _run(ENGINES[name].code) if check.ok else None
     if probe is None or probe.returncode == 0:
@@ -189,28 +189,28 @@ def imported(name: str) -> Check:
 
 
 def _folders(package: str) -> list[Path]:
-    """Where a package lies; it is not imported."""
+    """Return the folders of a package, without importing it."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-BUILD = r"^__version__ *= *'[^'+]*\+(cpu|cu\d+|rocm[\d.]+)'"  # of "2.13.0+cu130"; not every build says it
+BUILD = r"^__version__ *= *'[^'+]*\+(cpu|cu\d+|rocm[\d.]+)'"  # "cu130" in "2.13.0+cu130"; not every build has it
 
 
 def _told(package: str, pattern: str) -> re.Match[str] | None:
-    """What version.py of torch or torchvision says."""
+    """Return the match of a pattern in version.py of torch or torchvision."""
     files = (folder / "version.py" for folder in _folders(package))
     return next((re.search(pattern, file.read_text(), re.MULTILINE) for file in files if file.is_file()), None)
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version that torch was built for; None: for the CPU."""
+    """Return the CUDA version that torch was built for; None: for the CPU."""
     found = _told("torch", r"^cuda\b.*= *'([^']+)'")
     return found[1] if found else None
 
 
 def _versions() -> Check:
-    """Whether what is installed is what workbench and engines ask for: a later `pip install` may have changed it."""
+    """Check that installed versions meet the requirements; a later `pip install` may have changed them."""
     asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions or engine.modules)]
     wrong = sorted({problem for name in asking for problem in _unmet(name)})
     found = ", ".join(wrong) or "as workbench and the engines ask for"
@@ -218,7 +218,7 @@ def _versions() -> Check:
 
 
 def _unmet(distribution: str) -> Iterator[str]:
-    """What a distribution asks for and does not find."""
+    """Yield the requirements of a distribution that are not met."""
     try:
         required = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
     except importlib.metadata.PackageNotFoundError:
@@ -226,7 +226,7 @@ def _unmet(distribution: str) -> Iterator[str]:
             yield "workbench itself is not installed"
         return
     for need in required:
-        # workbench's extras are what engines are; those of others nobody asked for
+        # workbench's extras are the engines; extras of other packages are not used
         optional = need.marker is not None and not need.marker.evaluate({"extra": ""})
         if need.name in UNWANTED or (optional and distribution != "workbench"):
             continue
@@ -238,7 +238,7 @@ def _unmet(distribution: str) -> Iterator[str]:
 
 
 def _compiler() -> Check:
-    # this environment's programs are there whether or not it was activated
+    # find this environment's programs even if it was not activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     compiler, ninja = shutil.which("c++") or shutil.which("g++"), shutil.which("ninja", path=path)
     missing = [name for name, path in (("C++ compiler", compiler), ("ninja", ninja)) if not path]
@@ -248,7 +248,7 @@ def _compiler() -> Check:
 
 
 def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
-    """gpus: those of the driver. seen: those of torch; None: torch was not asked."""
+    """Check the devices. gpus: those of the driver. seen: those of torch; None: torch was not asked."""
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
@@ -281,7 +281,7 @@ def _said_by_driver() -> str:
 
 
 def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterator[Check]:
-    """Whether torch and vLLM are built for the devices that are here. driver: what `nvidia-smi` prints."""
+    """Check that torch and vLLM are built for the devices of this machine. driver: the output of `nvidia-smi`."""
     again = "run `make clean` and `make` on this machine: set-up picks the builds by the driver"
     newest = re.search(r"CUDA Version: *(\d+)\.(\d+)", driver)
     if gpus and torch_cuda and newest and int(newest[1]) < int(torch_cuda.split(".")[0]):
@@ -297,7 +297,7 @@ def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterato
 
 
 def _machine() -> Iterator[Check]:
-    """Python, memory, and /dev/shm, where Ray keeps its objects; in containers that is 64 MB unless asked otherwise."""
+    """Check Python, memory, and /dev/shm, where Ray keeps its objects; in containers it has 64 MB by default."""
     import psutil
 
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -327,7 +327,7 @@ def _bundled_model() -> Check:
 
 
 def _sandbox() -> Check:
-    """Whether programs that a model wrote can be run by a reward function."""
+    """Check whether reward functions can run programs that a model wrote."""
     from workbench.data.sandbox import REMEDY, problem_here
 
     problem = problem_here()

@@ -1,4 +1,4 @@
-"""`wb evaluate` and `wb serve`: what a checkpoint holds, on data or behind a server, from the command line."""
+"""`wb evaluate` and `wb serve`: evaluate a checkpoint on data, or serve it, from the command line."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def evaluate_checkpoint(
     path: str | Path, data: Sequence[str], *, n: int | None, samples: int, sampling: Mapping[str, Any], seed: int,
     reward: str | None, threshold: float, backend: str, runs: str | None,
 ) -> Evaluation:  # fmt: skip
-    """Open what a checkpoint holds, in processes of its own, evaluate it, and close it.
+    """Open a checkpoint's workbench, in processes of its own, evaluate it, and close it.
 
-    data: names, files or hub ids, with the chat format of the checkpoint's prompts; none: the prompts that it was
-    trained on. reward: a verifier of `wb.verifiers` in place of the checkpoint's own. runs: where its run folder is
-    kept; None: nowhere, so that `wb.runs()` has training alone. Raises `BadInput` for a checkpoint that is not trusted,
-    as its code would run.
+    data: names, files or hub ids, with the chat format of the checkpoint's prompts; empty: the prompts that it was
+    trained on. reward: a verifier of `wb.verifiers` in place of the checkpoint's own. runs: where to keep the run
+    folder; None: it is deleted, so that `wb.runs()` has only training. Raises `BadInput` for a checkpoint that is not
+    trusted, because its code would run.
     """
     drawn = Sampling(**sampling)
     function = None if reward is None else verifier(reward)
@@ -51,8 +51,8 @@ def evaluate_checkpoint(
 
 @contextmanager
 def opened_checkpoint(purpose: str, path: str | Path, *, backend: str, runs: str | None) -> Iterator[Workbench]:
-    """The workbench that a checkpoint holds, under a name of its own, and closed afterwards. runs: where its run folder
-    is kept; None: nowhere."""
+    """Open a checkpoint's workbench, under a new name, and close it afterwards. runs: where to keep its run folder;
+    None: the folder is deleted."""
     checkpoint = find_checkpoint(path)
     name = f"{purpose}-{secrets.token_hex(3)}"
     with (
@@ -63,7 +63,7 @@ def opened_checkpoint(purpose: str, path: str | Path, *, backend: str, runs: str
 
 
 def verifier(name: str) -> Any:
-    """A function of `wb.verifiers` by name."""
+    """Return a function of `wb.verifiers` by name."""
     if name not in VERIFIERS:
         rule = f"there are {', '.join(VERIFIERS)}"
         raise BadInput(f"--reward {name}", rule, meant(name, VERIFIERS, "--reward {}".format))
@@ -73,9 +73,9 @@ def verifier(name: str) -> Any:
 def serve_checkpoint(
     path: str | Path, *, sampling: Mapping[str, Any], backend: str, ready: Callable[[Endpoint], None]
 ) -> None:
-    """Open what a checkpoint holds, in processes of its own, and serve its actor until Ctrl-C, or SIGTERM.
+    """Open a checkpoint's workbench, in processes of its own, and serve its actor until Ctrl-C or SIGTERM.
 
-    ready: called once it takes requests. Raises `BadInput` for a checkpoint that is not trusted, as its code would run.
+    ready: called when it takes requests. Raises `BadInput` for a checkpoint that is not trusted: its code would run.
     """
     drawn = Sampling(**sampling)
     if threading.current_thread() is threading.main_thread():

@@ -1,5 +1,5 @@
-"""Run a notebook headless, in a process of its own: `python -m workbench.launch.execute NOTEBOOK FOLDER OPENING`;
-without arguments: end the workbenches, and the Ray head, of this home."""
+"""Runs a notebook headless, in a process of its own: `python -m workbench.launch.execute NOTEBOOK FOLDER OPENING`.
+Without arguments, ends the workbenches and the Ray head of this home."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def execute(notebook: Path, folder: Path, opening: dict[str, Any]) -> None:
-    """From top to bottom, with `folder` as the working directory; the first error ends it. opening: arguments that each
-    `wb.open` gets in place of its own, as from the command line of a script."""
+    """Run the notebook from top to bottom, with `folder` as the working directory; the first error ends it. opening:
+    arguments that replace those of each `wb.open`, like the command line of a script."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -29,7 +29,7 @@ def execute(notebook: Path, folder: Path, opening: dict[str, Any]) -> None:
 
 
 def end() -> None:
-    """Stop every workbench that lives here, and the Ray head that they shared."""
+    """Stop every workbench on this machine, and the Ray head that they shared."""
     from workbench.backends.cluster import stop_head
     from workbench.errors import WorkbenchError
     from workbench.launch.listing import ls

@@ -11,11 +11,11 @@ from workbench.support.checked_calls import checked_call
 
 @checked_call("wb.ls")
 def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine, and what they hold.
+    """List the workbenches that live on this machine, with their models, memory and processes.
 
-    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
-    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
-    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
+    alive: whether all hosts run; None: unknown, on other machines. processes: host, machine, process id of each. roles:
+    the model of each role. devices: how many. memory_bytes: of the hosts on this machine. iteration: the current one.
+    idle_s: time since the last call of a stage. driver: process, machine and life of the kernel that drives it.
     """
     found = []
     for record in registry.records():
@@ -34,7 +34,7 @@ def ls() -> list[dict[str, Any]]:
 
 
 def _held(record: registry.Record) -> dict[str, Any]:
-    """What a workbench holds, as far as its record and its processes here say. Nothing is unpickled."""
+    """Return what a workbench holds, from its record and its processes on this machine. Nothing is unpickled."""
     owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
     here = [process.here for process in record.hosts.values()]
     driver = None

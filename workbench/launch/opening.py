@@ -1,4 +1,4 @@
-"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`."""
+"""Opens a workbench, attaches to a living one, and ends one: `wb.open`, `wb.restore`, `wb.attach`, `wb.stop`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 
 
 def processes_of(name: str) -> list[psutil.Process]:
-    """The processes of this machine in which the workbench of that name lives; inline, this one."""
+    """Return the processes of the workbench with that name on this machine; for an inline workbench, this process."""
     record = registry.find(name)
     if record is None:
         return [psutil.Process()]
@@ -58,8 +58,8 @@ def processes_of(name: str) -> list[psutil.Process]:
 
 
 def check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
-    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
-    machines have is not known. replaced: whose memory will be free."""
+    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not fit. The
+    memory of other machines is unknown. replaced: processes whose memory will be freed."""
     if description.address is not None or _joined_elsewhere():
         return
     on_gpu, mine = description.device == "cuda", {process.pid for process in replaced}
@@ -77,11 +77,11 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
             description.placement, models, device=description.device, device_bytes=has if on_gpu else None,
             take_turns=description.takes_turns,
         )  # fmt: skip
-    except BadInput:  # a model whose weights cannot be told from its configuration may well load
+    except BadInput:  # the configuration of some models does not tell their weights, but they may load
         return
     doubt = check_fit(estimate, has_bytes=has, models=models)
-    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for, and spreads shares as it
-    # likes, here taken to be even
+    # other processes may hold some of the GPUs. The cluster chooses the GPUs, and how it spreads shares over them; here
+    # the spread is assumed to be even
     others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
     if any(others):
         left = (whole - others[0]) // math.ceil(description.placement.devices / len(gpus))
@@ -90,19 +90,19 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
         except BadInput as error:
             raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
     if doubt:
-        warnings.warn(doubt, stacklevel=7)  # in the line that opens
+        warnings.warn(doubt, stacklevel=7)  # show the line that calls wb.open
 
 
 def _joined_elsewhere() -> bool:
-    """Whether the user has joined this process to a cluster of any kind."""
+    """Whether the user has joined this process to another cluster than this user's own head."""
     ray = sys.modules.get("ray")
     joined = ray is not None and ray.is_initialized() and joined_head() is None
     return bool(joined and joined_address(ray))
 
 
 def say_at_opening(lab: Workbench) -> None:
-    """Print what a user should know before the first stage: how prompts were read, doubtful settings, how long it
-    lives."""
+    """Print what a user should know before the first stage: how prompts were read, doubtful settings, and how long the
+    workbench lives."""
     description = lab.description
     for told in _about_prompts(lab):
         print(told)
@@ -117,7 +117,7 @@ def say_at_opening(lab: Workbench) -> None:
 
 
 def _about_prompts(lab: Workbench) -> list[str]:
-    """How the rows were read, and what would go wrong with them without a word."""
+    """Return how the rows were read, and problems with them that would otherwise stay silent."""
     source = lab.prompts.source
     read = [f"prompts are read as {source.read_as}"] if source is not None and source.read_as else []
     if source is not None and source.other_tools:
@@ -131,7 +131,7 @@ def _about_prompts(lab: Workbench) -> list[str]:
     return read + template_doubts(lab.runner.batches.tokenizer, ids, text, unread)
 
 
-ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
+ROOM_BYTES = 64 * 2**10  # for the first lines of telemetry
 
 
 @overridable
@@ -164,44 +164,44 @@ def open(
     placement: which roles share which devices; default: all on one device.
     prompts: a data set name, a file, a list, a frame, or a dict of `Prompts` options with "source"; see `read_rows`.
     training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role. dtype: "float32" or
-        "bfloat16", in which models compute; what is trained has fp32 master weights in both. None: float32 on a CPU,
-        where the same seed gives the same bits, and bfloat16 on a GPU.
+        "bfloat16", the dtype of computation; trained models have fp32 master weights in both cases. None: float32 on a
+        CPU, where the same seed gives the same bits, and bfloat16 on a GPU.
     backend: "ray", or "inline": everything in this process on one device, no Ray.
-    device, devices: "cuda" where there is a GPU. `devices` declares slots that share the cores of a CPU, or where there
-        are more than this machine has GPUs, these: then each pool has one.
-    address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need
-        be, or the one that this process joined with `ray.init()`.
-    share_memory: True has the roles of a GPU take turns in its memory. Before a stage the others' parameters, gradients
-        and optimizer states go to host memory, this one's come back, optimizers only for updates; vLLM's weights and
-        key-value cache are freed while something else computes. Results stay the same to the last bit; a sync is due
-        whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
-        On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
-    if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
+    device, devices: default "cuda" where there is a GPU. `devices` declares slots that share the cores of a CPU, or, if
+        there are more than this machine has GPUs, that share the GPUs: then each pool has one.
+    address: a Ray cluster to join, "host:port" (then give device= as well); default: this user's own cluster, started
+        if needed, or the cluster that this process joined with `ray.init()`.
+    share_memory: True: the roles on a GPU take turns in its memory. Before a stage the parameters, gradients and
+        optimizer states of other roles go to host memory, and those of its role come back, optimizers only for
+        updates; vLLM's weights and key-value cache are freed while another stage computes. Results stay the same to
+        the last bit; a sync is due whenever vLLM has slept. Spans "offload" and "load" show the cost, `lab.topology()`
+        where the bytes are. On a CPU, which has one memory, nothing moves; "always" moves even there, to try it out.
+    if_exists: what to do when a workbench of that name lives. "attach": attach to it if it was opened with the same
         description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
         is the default in a script that `wb.script` runs.
     runs: folder under which the run folder (telemetry, logs) is made.
-    track: where metrics go too, "tensorboard", "wandb", "mlflow", "trackio", each also as "NAME=PROJECT"; see
+    track: trackers for the metrics: "tensorboard", "wandb", "mlflow", "trackio", each also as "NAME=PROJECT"; see
         `lab.track`.
-    resume: a checkpoint of `lab.save`, or a run folder, whose newest automatic one is taken: the models go on from it.
-        The program is taken to be the one that saved it, run again from its start: `algo.run(n)` and
+    resume: a checkpoint of `lab.save`, or a run folder with automatic ones, of which the newest is used: the models
+        continue from it. The program should be the one that saved it, run again from its start: `algo.run(n)` and
         `lab.iterations(n)` leave out the iterations that were made before. In a notebook, see `wb.restore`.
     save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
-    wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
-        holds them, since when, how much, and how to stop it.
-    record: whether the run folder says which of the notebook's cells were run (numbers and digests, no text), and the
-        options of a script (names, and values that are numbers or bools). False: neither, and the order in which cells
-        were run cannot be exported.
+    wait_s: how long to wait for devices, or GPU memory, that other processes hold. 0: `DevicesTaken` says within
+        seconds who holds them, since when, how much, and how to stop the holder.
+    record: whether the run folder records the cells that the notebook ran (numbers and digests, no text), and the
+        options of a script (names, and values that are numbers or bools). False: neither is recorded, and the order in
+        which cells were run cannot be exported.
 
     A script's command line overrides these arguments: see `wb.script`.
 
-    Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
-    placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
-    In a notebook or a terminal, a line says what is being waited for.
+    Everything that can be checked is checked before a host starts; `BadInput` and other errors say what to change. A
+    placement that cannot fit in this machine's memory is refused with the figures; if it may not fit, a warning is
+    given. In a notebook or a terminal, a line says what is being waited for.
     """
     with stoppable(f"opening {name!r}", lambda: _left_of(name)):
         began_s = time.time()
         if backend == "ray" and address is None:
-            start_ahead()  # while models and prompts are read, which takes about as long
+            start_ahead()  # meanwhile models and prompts are read, which takes about as long
         found = KERNEL.left_as_found() if backend == "inline" else nullcontext()
         with Progress(f"opening {name}: reading models and prompts", after_s=0.5, ticks=True), found:
             description = Description.of(
@@ -213,7 +213,7 @@ def open(
         description = description if restoring is None else restoring.retrained()
         run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         with Progress(f"opening {name}") as bar:
-            # the second of two notebooks that open the same name at once attaches to what the first opened
+            # of two notebooks that open the same name at once, the second one attaches
             turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
             with turn if backend == "ray" else nullcontext():
                 lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
@@ -231,7 +231,7 @@ def _open(
     if living is not None and if_exists != "replace":
         _check_same(description, living, if_exists, restoring)
         return _tracked(attach(name), trackers)
-    lab = _workbench(description, run_folder)  # checks the prompts, so it comes before a living workbench is replaced
+    lab = _workbench(description, run_folder)  # checks the prompts, before a living workbench is replaced
     if restoring is not None:
         restoring.check(lab.prompts)
     replaced = [] if living is None else processes_of(name)
@@ -240,7 +240,7 @@ def _open(
         check_room(private_folder(run_folder), ROOM_BYTES)
         if living is not None:
             stop(name)
-        _tracked(lab, trackers)  # a tracker that does not start is refused before models load
+        _tracked(lab, trackers)  # raises for a tracker that does not start, before models load
         waits = lab.hosts.start(lab.ownership.controller, note, began_s, wait_s)
         record_opening(lab.hosts.backend, lab.hosts.infos, lab.telemetry, waits)
         if restoring is not None:
@@ -259,7 +259,7 @@ def _open(
 
 
 def _check_same(description: Description, living: Collection[str], if_exists: str, restoring: Restoring | None) -> None:
-    """Raise `NameTaken` unless the workbench that lives is the one that is asked for, and may be attached to.
+    """Raise `NameTaken` unless the living workbench is the requested one, and may be attached to.
 
     living: the digests of the descriptions that it has had.
     """
@@ -278,8 +278,8 @@ def _check_same(description: Description, living: Collection[str], if_exists: st
 
 
 def _register(lab: Workbench) -> None:
-    """Write down where its hosts are, so that later kernels find them, and become their driver. Inline there are
-    none."""
+    """Record the hosts, so that later kernels find them, and become their driver. Inline workbenches are not
+    recorded."""
     backend, description = lab.hosts.backend, lab.description
     if not isinstance(backend, RayBackend):
         return
@@ -298,24 +298,24 @@ def _register(lab: Workbench) -> None:
 
 
 def _undo(lab: Workbench) -> None:
-    """After an opening that failed: end what was started, and forget it."""
+    """After an opening that failed, end what was started, and remove its records."""
     lab.telemetry.sinks.close(failed=True)
     if hasattr(lab.hosts, "backend"):
         lab.hosts.backend.close()
-    else:  # nothing was started, and nothing is to be read there
+    else:  # nothing was started, so the run folder has nothing to read
         shutil.rmtree(lab.run_folder, ignore_errors=True)
     registry.forget(lab.description.id)
 
 
 def _left_of(name: str) -> tuple[str, str]:
-    """Of an opening that was interrupted."""
+    """Return what an interrupted opening has left."""
     if name in registry.opened:
         return "it lives", f"wb.attach({name!r}) gives it"
     return "its processes have been ended, and nothing of it is left", "the same call again opens it"
 
 
 def _begin_journal(lab: Workbench) -> None:
-    """From now on, write down what a later kernel needs."""
+    """Begin to record what a later kernel needs."""
     journal = SessionJournal(lab.runner, lab.position, lab.checkpoints, lab.prompts)
     journal.rewrite()
     lab.ownership.journal = journal
@@ -328,16 +328,16 @@ def _drives(lab: Workbench) -> bool:
 
 @checked_call("wb.restore")
 def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
-    """Open the workbench that a checkpoint was saved of, as it was then: `wb.restore("runs/lab/20261122-101500")`.
+    """Open a checkpoint's workbench in the state in which it was saved: `wb.restore("runs/lab/20261122-101500")`.
 
-    path: what `lab.save` wrote or returned, or a run folder, whose newest automatic checkpoint is taken.
-    changes: arguments of `wb.open` that are to differ, such as `placement=wb.Placement.split(4)`, `name=`, `backend=`.
+    path: what `lab.save` wrote or returned, or a run folder, whose newest automatic checkpoint is used.
+    changes: arguments of `wb.open` to change, such as `placement=wb.Placement.split(4)`, `name=`, `backend=`.
         Under the same placement the next iteration gives the numbers of a run that was never interrupted, to the last
-        bit on a CPU; under another, within rounding.
+        bit on a CPU; under another placement, within rounding.
 
-    `lab.checkpoint` says what it was. An algorithm of the class that was saved, made anew in the notebook, goes on
-    where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked
-    before a process starts: files by their checksums, models by the shapes of their weights.
+    `lab.checkpoint` is the checkpoint. A new algorithm of the saved class continues from the saved position, and so do
+    `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked before a process starts:
+    files by their checksums, models by the shapes of their weights.
     """
     known = inspect.signature(open).parameters
     for name in changes:
@@ -347,12 +347,12 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
     arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
     if changes.get("backend") == "inline" and "placement" not in changes:
         arguments["placement"] = None
-    if "devices" not in changes and arguments["address"] is None:  # those of this machine; slots as there are to be
+    if "devices" not in changes and arguments["address"] is None:  # the devices of this machine; on a CPU, enough slots
         wanted = arguments["placement"].devices if arguments["placement"] is not None else 1
         here = device_count(arguments["device"] or ("cuda" if device_count("cuda") else "cpu"))
         arguments["devices"] = max(wanted, here) if arguments["backend"] == "ray" else None
     lab = open(**arguments, resume=checkpoint.folder)
-    lab.runner.counters.iterations_to_skip = 0  # the notebook goes on: nothing is done again
+    lab.runner.counters.iterations_to_skip = 0  # a notebook goes on, and repeats nothing
     return lab
 
 
@@ -365,7 +365,7 @@ def _workbench(description: Description, run_folder: Path) -> Workbench:
 
 
 def _record(lab: Workbench, event: str) -> None:
-    """Record that a workbench was opened or attached, and from now on, if it is so opened, the cells that run."""
+    """Record that a workbench was opened or attached, and, with record=True, each cell that runs from now on."""
     lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement), record=lab.description.record)
     if lab.description.record:
         record_cells(lab.telemetry, lambda: lab.ownership.closed)
@@ -380,16 +380,16 @@ def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
 @checked_call("wb.attach")
 @stoppable("attaching", ("the workbench is still open and unchanged", "the same call again attaches to it"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
-    """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
-    `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
-    last, made anew in this notebook, goes on where that stood, in the middle of an iteration too; an update that ran on
-    when its kernel ended is waited for, and not made twice.
+    """Attach to a living workbench of this kernel or an earlier one: its groups, placement, batches (see
+    `lab.batches()`), telemetry, and positions of prompts, examples and the algorithm. A new algorithm of the class that
+    stepped last continues from its position, even in the middle of an iteration. An update that went on after its
+    kernel had ended is waited for, and not repeated.
 
-    One kernel drives a workbench. While another one does, this one may look (`lab.looks`: tables, views, batches), and
-    what it calls is refused with `NotDriving`; take_over: drive it from here, and refuse what that one calls from now
-    on. Of a kernel that has ended it is taken over without asking.
+    Only one kernel drives a workbench. While another kernel does, this one may only look (`lab.looks`: tables, views,
+    batches), and its calls are refused with `NotDriving`. take_over: drive the workbench from here, and refuse the
+    other kernel's calls from now on. After the driving kernel has ended, this one takes over without asking.
 
-    Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
+    Raises `NotFound`, `HostDied`, or `MissingDependency` where a module of its functions is missing here.
     """
     mine = _opened_here(name)
     if mine is not None and _drives(mine):
@@ -404,14 +404,14 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
             owner = registry.owner(record.id)
             others = owner is not None and owner.lives and not owner.mine and not take_over
             if mine is not None and others:
-                return mine  # and look on
+                return mine  # it may only look
             lab = _workbench(registry.description(record), Path(record.run_folder))
             lab.attached, lab.ownership.drives = True, not others
             lost = lab.hosts.attach(lab.ownership.controller, record.address)
             if not lab.looks:
                 lab.ownership.take()
                 lab.hosts.drive()
-                if owner is None or not owner.lives:  # one that lives ends its own
+                if owner is None or not owner.lives:  # a living kernel ends its own
                     lab.hosts.end_others()
         recorded = read_journal(record.id)
         take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
@@ -430,7 +430,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
 @checked_call("wb.stop")
 @stoppable("stopping", ("some of its processes may still run", "the same call again ends them"))
 def stop(name: str) -> None:
-    """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
+    """Close the workbench with this name, from any process. Raises `NotFound` if there is none."""
     mine = _opened_here(name)
     if mine is not None:
         drives = _drives(mine)
@@ -448,7 +448,7 @@ def stop(name: str) -> None:
 
 
 def _opened_here(name: str) -> Workbench | None:
-    """This process's workbench of that name, if it still is the one that lives under it."""
+    """Return this process's workbench of that name, if it still is the living one of that name."""
     lab = registry.opened.get(name)
     if lab is None or lab.description.backend == "inline":
         return lab
@@ -456,7 +456,7 @@ def _opened_here(name: str) -> Workbench | None:
     if record is not None and record.id == lab.description.id:
         if record.digests == lab.description.digests and set(record.hosts) == {info.name for info in lab.hosts.infos}:
             return lab
-        lab.ownership.closed = True  # another process moved it: this handle knows hosts that have ended
+        lab.ownership.closed = True  # another process moved it: this handle has hosts that have ended
         del registry.opened[name]
         return None
     lab.end()  # another process stopped or replaced it
@@ -464,17 +464,17 @@ def _opened_here(name: str) -> Workbench | None:
 
 
 def _what_differs(description: Description) -> str:
-    """Why what lives under that name is not what this describes."""
+    """Return how the living workbench of that name differs from this description."""
     mine, text = _opened_here(description.name), "it was opened with another description"
     try:
         there = mine.description if mine is not None else registry.description(registry.get(description.name))
-    except WorkbenchError:  # code that it names is not here
+    except WorkbenchError:  # its code cannot be imported here
         return text
     return f"{text}: {', '.join(description.differences(there))} would differ"
 
 
 def _living(name: str) -> tuple[str, ...] | None:
-    """The digests of the workbench of that name that lives, or None; a dead one is swept away."""
+    """Return the digests of the living workbench of that name, or None; remove a dead one."""
     mine = _opened_here(name)
     if mine is not None and mine.description.backend == "inline":
         return mine.description.digests
@@ -496,4 +496,4 @@ def _leave() -> None:
     stop_idle_head()
 
 
-os.register_at_fork(after_in_child=registry.opened.clear)  # a process that was forked here ends without them
+os.register_at_fork(after_in_child=registry.opened.clear)  # a fork of this process must not end them

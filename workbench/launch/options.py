@@ -1,4 +1,4 @@
-"""Command lines: a parser that names the nearest word for one that is misspelt, and options from annotations."""
+"""Command lines: a parser that suggests the nearest word for a misspelt one, and options from annotations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICE = re.compile(r"(?s)(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)$")
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser`, of whole option names only. Exit code 2 for wrong usage, as there."""
+    """`argparse.ArgumentParser` that takes only whole option names. Exit code 2 for wrong usage, as in argparse."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As there, but that arguments which are not known are an error of this parser, and of none above it."""
+        """Like argparse's method, but unknown arguments are reported by this subparser, not by its parents."""
         found, more = super().parse_known_args(args, namespace)
         if more:
             options = [option for action in self._actions for option in action.option_strings]
@@ -55,7 +55,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-# By type: what a text must be, in words, and what reads it. Of a union, the first in this order that reads the text.
+# By type: the rule for a text, in words, and its reader. For a union, the first type in this order that reads the text.
 READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     types.NoneType: ("none", lambda text: {"none": None}[text.lower()]),
     bool: ("true or false", lambda text: BOOLS[text.lower()]),
@@ -69,7 +69,7 @@ ORDER = [words for words, _ in READERS.values()]
 
 
 class Option(NamedTuple):
-    """An option of a command line. hint: the annotation of its value. metavar: stands for the value in the help."""
+    """An option of a command line. hint: the annotation of its value. metavar: the value's name in the help."""
 
     flag: str
     hint: Any
@@ -78,8 +78,8 @@ class Option(NamedTuple):
     required: bool = False
 
     def add_to(self, group: Any, dest: str) -> None:
-        """Add it to a group of argparse; one that is not given is no attribute of what is parsed. Raises `BadInput` for
-        an annotation that no text can be read as."""
+        """Add the option to a group of argparse; an option that is not given is no attribute of the result. Raises
+        `BadInput` for an annotation that cannot be read from text."""
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if not self._is_flag:
             items, count = _items(self.hint)
@@ -93,7 +93,7 @@ class Option(NamedTuple):
         )  # fmt: skip
 
     def value(self, texts: Any) -> Any:
-        """What argparse has found, as the annotation wants it; `BadInput` where it cannot be."""
+        """Convert argparse's result to the annotation. Raises `BadInput` where that is impossible."""
         from workbench.support.validation import checked
 
         if self._is_flag:
@@ -118,12 +118,12 @@ class Option(NamedTuple):
 
 
 def options_of(main: Callable[..., Any]) -> dict[str, Option]:
-    """The options of the parameters of `main`, by parameter. Raises `BadInput` where two have the same, or one cannot
-    be an option."""
+    """Return the options of the parameters of `main`, by parameter. Raises `BadInput` where two options have the same
+    name, or a parameter cannot be an option."""
     found: dict[str, Option] = {}
     signature = inspect.signature(main, eval_str=True)
     for name, parameter in signature.parameters.items():
-        flag = "--" + name.strip("_").lower().replace("_", "-")  # --max-new-tokens of MAX_NEW_TOKENS
+        flag = "--" + name.strip("_").lower().replace("_", "-")  # --max-new-tokens for MAX_NEW_TOKENS
         default, hint = parameter.default, parameter.annotation
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise BadInput(f"{main.__name__}({parameter})", "an option is a parameter of its own, given by name")
@@ -133,7 +133,7 @@ def options_of(main: Callable[..., Any]) -> dict[str, Option]:
         required = default is parameter.empty
         if hint is parameter.empty:
             hint = str if required or default is None else type(default)
-        if hint in (list, tuple):  # of what the default has
+        if hint in (list, tuple):  # item types are those of the default
             kinds: Any = Union[tuple(map(type, default)) or (str,)] if isinstance(default, hint) else str  # noqa: UP007
             hint = tuple[kinds, ...] if hint is tuple else list[kinds]
         said = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, str)][:1]
@@ -143,8 +143,8 @@ def options_of(main: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _items(hint: Any) -> tuple[tuple[Any, ...], int | str | None]:
-    """The annotations of the texts of an option, and how many there are, as argparse says it. Of a list or nothing it
-    is a list: an option without texts is empty."""
+    """Return the annotations of the texts of an option, and their number in argparse's form. For a list or None it is a
+    list, which is empty for an option without texts."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         return _items(args[0])
@@ -156,7 +156,7 @@ def _items(hint: Any) -> tuple[tuple[Any, ...], int | str | None]:
 
 
 def _readers(hint: Any) -> dict[str, Callable[[str], Any]]:
-    """What a text must be, in words, and what reads it: one for each type of a union, in the order of trying."""
+    """Return the rule for a text, in words, and its reader, for each type of a union, in the order of trying."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         return _readers(args[0])
@@ -177,7 +177,7 @@ def _readers(hint: Any) -> dict[str, Callable[[str], Any]]:
 
 
 def _shown(value: Any) -> str:
-    """A default as it would be written on the command line."""
+    """Return a default as it is written on the command line."""
     if isinstance(value, dict):
         return json.dumps(value, default=str)
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""Running a `main` as a script: its parameters become options of the command line, added to those of every script.
+"""Runs a `main` as a script: its parameters become command-line options, in addition to those of every script.
 
     if __name__ == "__main__":
         wb.script.run(main)
 
 A parameter is a whole number, a number, a text, a bool (--flag, --no-flag), one of a `Literal`, any of these or None
-("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. A parameter
-with the name of an option of every script replaces that option, and the script decides what it does.
+("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` sets its help. A parameter with
+the name of an option of every script replaces that option, and the script decides what it does.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
@@ -45,7 +45,7 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
     """Call `main` with the options of the command line, close the workbenches that it opened, and exit.
 
     A coroutine function runs in `asyncio.run`. argv: default `sys.argv[1:]`. The message of a `WorkbenchError` goes to
-    stderr, other exceptions keep their traceback. The run folders are printed at the end.
+    stderr; other exceptions keep their traceback. The run folders are printed at the end.
     """
     try:
         options = options_of(main)
@@ -104,8 +104,8 @@ def _carry_out(main: Callable[..., Any], script: of_open.Script, with_traceback:
 
 
 def _close(script: of_open.Script, failed: bool) -> None:
-    """Close what the script has opened and not closed itself, and say where it is written."""
-    with contextlib.ExitStack() as each:  # also where one of them does not close
+    """Close the workbenches that the script has opened and not closed itself, and print their run folders."""
+    with contextlib.ExitStack() as each:  # continue even if one of them does not close
         for lab in script.labs:
             print(lab.run_folder)
             if lab.stays and not progress.is_quiet():
@@ -117,14 +117,14 @@ def _close(script: of_open.Script, failed: bool) -> None:
 
 @contextlib.contextmanager
 def _termination() -> Iterator[threading.Event]:
-    """Inside, SIGTERM interrupts as Ctrl-C does, so that no host is left behind; the event says that it came."""
+    """Inside, SIGTERM interrupts like Ctrl-C, so that no host is left behind; the event is set when SIGTERM came."""
     terminated = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield terminated
         return
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # closing goes on
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that closing is not interrupted
         terminated.set()
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Which mapping of models to devices is best: descriptions, cost models, the search. Pure: nothing is started."""
+"""Search for the fastest mapping of models to devices: workloads, hardware, cost model, search. Starts no processes."""
 
 from workbench.mapping.costs import Constants as Constants
 from workbench.mapping.hardware import Hardware as Hardware

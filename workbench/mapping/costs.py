@@ -1,25 +1,25 @@
-"""How long a call takes: kernels, links, starts of layers and of calls, by shapes, bytes and counts.
+"""The cost model: how long a call takes, from the shapes, bytes and counts of its kernels, transfers and starts.
 
     seconds of a call = sum over terms of  constant x term
 
-| term | unit | holds |
+| term | unit | contains |
 | --- | --- | --- |
-| passes | s | of forward and backward passes: products by role, attention, memory traffic; optimizer states |
-| decoding | s | of decoding steps: products or weights read, keys and values, the host's start of each layer |
-| links | s | all-reduces of tensor ranks and of gradients, sends between stages, weights and rows that move |
-| calls | ranks | what a call costs whatever it does, rank by rank: told by the controller, rows sent and collected |
+| passes | s | forward and backward passes: matrix products by role, attention, memory traffic; optimizer states |
+| decoding | s | decoding steps: products or reads of weights, keys and values, the host's start of each layer |
+| links | s | all-reduces of tensor ranks and of gradients, sends between stages, moves of weights and rows |
+| calls | ranks | the fixed cost of a call per rank: messages of the controller, rows sent and collected |
 
-The first three are what the hardware's measured rates give for isolated kernels and collectives, so that their
-constants are close to 1: how many times as long it takes within a model. The sum is linear in the constants, so that
-measured spans, or published figures, give them by least squares of relative errors, none below zero (`fit`).
+The first three terms are computed from the hardware's measured rates for isolated kernels and collectives. Their
+constants, the slowdown inside a model, are therefore close to 1. The sum is linear in the constants, so they are fitted
+to measured spans or published figures, by least squares of relative errors, none below zero (`fit`).
 
-A pass of a micro-batch through a stage takes the seconds of its products (`hardware`), of attention (4 operations a
-query element and token that is seen) and of norms, sums and activations, which are bound by memory. A backward pass has
-two products for each of the forward pass, 2.5 times its attention, and all forward work once more where activations are
-recomputed. m micro-batches take a pipeline one pass through all stages and m - 1 through the slowest, the last, which
-has the head (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A decoding step multiplies one token of each
-row that is under way: its products are bound by reading the weights or by computing, whichever takes longer, as shapes
-say; keys and values are read beside them.
+A pass of a micro-batch through a stage takes the seconds of its products (`hardware`), of attention (4 operations per
+query element and visible token) and of norms, sums and activations, which are memory-bound. A backward pass has two
+products for each product of the forward pass, 2.5 times its attention, and the forward work again if activations are
+recomputed. For m micro-batches, a pipeline takes one pass through all stages and m - 1 through the slowest stage, the
+last, which has the head (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A decoding step multiplies one
+token of each active row: its products are bound by reading the weights or by computing, whichever takes longer for the
+shapes; keys and values are read in addition.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from workbench.placement.role_model import RoleModel, held_bytes, matrices
 from workbench.settings.layout import Layout
 from workbench.support.validation import NonNegativeFloat, settings
 
-OPTIMIZER_BYTES = 28  # Adam, a weight: gradient, weight and two moments are read, and the last three written, in fp32
-COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32 beside their offsets
+OPTIMIZER_BYTES = 28  # Adam, per weight, fp32: reads gradient, weight and two moments, writes the last three
+COLUMN_BYTES = 8  # per token and column of a batch: ids and masks are int64, numbers are fp32 with offsets
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one call; see the table above."""
+    """The terms of one call; see the table in the module's docstring."""
 
     passes: float = 0.0
     decoding: float = 0.0
@@ -65,7 +65,7 @@ _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 
 @settings(kw_only=False)
 class Constants:
-    """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
+    """The constant of each term: a factor of the kernels' seconds, or (calls) seconds per called rank. The defaults are
     fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
     passes: NonNegativeFloat = 1.06
@@ -78,8 +78,8 @@ class Constants:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """A sentence for each constant outside its plausible range: something else than what it means is in the
-        measurements, or the hardware is not as described."""
+        """A sentence for each constant outside its plausible range: then the measurements contain other costs than the
+        constant's, or the description of the hardware is wrong."""
         told = []
         for name, (least, most, meaning) in PLAUSIBLE.items():
             if not least <= (value := getattr(self, name)) <= most:
@@ -93,12 +93,12 @@ PLAUSIBLE = {
     "links": (0.7, 2.5, "collectives within a model, by those that were timed alone"),
     "calls": (0.0, 0.1, "seconds of each rank of a call, whatever it does"),
 }
-"""What the constants of GPUs can be: least, most, meaning."""
+"""The plausible range of GPU constants: least, most, meaning."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Terms of calls on a hardware, for a workload."""
+    """Computes the terms of a workload's calls on given hardware."""
 
     hardware: Hardware
     workload: Workload
@@ -112,11 +112,11 @@ class CostModel:
                                          memory_bytes_s=hardware.memory_bytes_s, item_bytes=item_bytes)  # fmt: skip
 
     def _streamed(self, nbytes: float) -> float:
-        """Seconds of bytes that go through a device's memory."""
+        """Return the seconds to stream bytes through a device's memory."""
         return nbytes / (self.hardware.memory_bytes_s * self.hardware.products.stream_share)
 
     def _forward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
-        """Seconds of all layers without attention, of attention, and of the head, for one of t tensor ranks."""
+        """Return the seconds of one of t tensor ranks for all layers without attention, for attention, and the head."""
         key = role, t, tokens, context
         if key not in self._known:
             item, (layers, head) = role.frozen_bytes, matrices(role, t)
@@ -129,7 +129,7 @@ class CostModel:
         return self._known[key]
 
     def _decode(self, role: RoleModel, t: int, rows: Any) -> Any:
-        """Seconds of a decoding step of so many rows, without attention."""
+        """Return the seconds of a decoding step of `rows` rows, without attention."""
         hardware, item, (layers, head) = self.hardware, role.frozen_bytes, matrices(role, t)
         multiplied = sum(
             count * hardware.products.few(rows, n, k, flop_s=hardware.flop_s(self.workload.dtype),
@@ -139,12 +139,12 @@ class CostModel:
         return multiplied + role.layers * self._streamed(rows * item * self._passed(role, t))
 
     def _passed(self, role: RoleModel, t: int) -> float:
-        """Elements of a token that a layer reads and writes beside its products: two norms that do so twice, two sums;
-        rotations; gate, up and their product."""
+        """Return the elements per token that a layer reads and writes outside its products: two norms (each twice), two
+        sums; rotations; gate, up and their product."""
         return 14 * role.hidden + (2 * (role.queries + role.keys) + 3 * role.inner) / t
 
     def _backward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
-        """As `_forward`, of the backward pass; frozen matrices beside an adapter have no gradient."""
+        """Like `_forward`, for the backward pass. With an adapter, the frozen matrices have no gradient."""
         key = role, -t, tokens, context
         if key not in self._known:
             item, adapted = role.frozen_bytes, role.adapter is not None
@@ -159,18 +159,18 @@ class CostModel:
         return self._known[key]
 
     def _headed(self, tokens: int) -> int:
-        """Tokens that reach the head: in this workbench those of responses."""
+        """Return the number of tokens that reach the head: in this workbench's engine, only response tokens."""
         work = self.workload
         return max(1, round(tokens * work.mean_response / work.row_tokens)) if work.engine == "workbench" else tokens
 
     def _pipeline(self, layout: Layout, micro: int, parts: tuple[float, float, float]) -> float:
-        """Seconds of micro-batches: one through all stages, the others after it through the last, with the head."""
+        """Return the seconds of all micro-batches: one through all stages, the others through the last, with head."""
         layers, attention, head = parts
         return layers + attention + head + (micro - 1) * ((layers + attention) / layout.p + head)
 
     def _all_reduce(self, nbytes: Any, ranks: int, stride: int) -> Any:
-        """Of a ring, 2 (r-1)/r n / bandwidth + 2 (r-1) hops, or of a pair of trees, 2 n / bandwidth + 2 log2 r hops,
-        whichever is quicker (Patarasuk and Yuan 2009; Sanders et al. 2009; NCCL has both)."""
+        """Return the seconds by a ring, 2 (r-1)/r n / bandwidth + 2 (r-1) hops, or by two trees, 2 n / bandwidth +
+        2 log2 r hops, whichever is faster (Patarasuk and Yuan 2009; Sanders et al. 2009; NCCL has both)."""
         if ranks == 1:
             return 0.0
         rate, hops_s = self.hardware.link(ranks, stride), self.hardware.hops(ranks, stride)
@@ -179,22 +179,22 @@ class CostModel:
         return np.minimum(ring, tree)
 
     def _gather(self, nbytes: float, ranks: int, stride: int) -> float:
-        """Of a ring that gathers n bytes in all, or sums and scatters them."""
+        """Return the seconds of a ring's all-gather or reduce-scatter of n bytes in total."""
         if ranks == 1:
             return 0.0
         hops_s = self.hardware.hops(ranks, stride)
         return (ranks - 1) / ranks * nbytes / self.hardware.link(ranks, stride) + hops_s
 
     def _passes(self, role: RoleModel, layout: Layout, rows: float) -> tuple[int, int, int]:
-        """(tokens of a micro-batch, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
+        """Divide rows, none split, over replicas: (tokens of a micro-batch, micro-batches, pipeline slots) of each."""
         dealt = math.ceil(rows / layout.d)
         together = max(1, int(role.micro_batch_tokens // self.workload.row_tokens))
         micro = math.ceil(dealt / together)
         return round(dealt * self.workload.row_tokens / micro), micro, micro + layout.p - 1
 
     def _links(self, role: RoleModel, layout: Layout, tokens: int, slots: int, reduces: int) -> float:
-        """Seconds of all-reduces over tensor ranks and of sends between stages, along the pipeline: activations, and
-        gradients back."""
+        """Return the seconds, along the pipeline, of all-reduces over tensor ranks and of sends between stages:
+        activations forward, and gradients back."""
         nbytes = tokens * role.hidden * role.frozen_bytes
         sent = 0.0
         if layout.p > 1:
@@ -203,7 +203,7 @@ class CostModel:
         return slots * (reduces * role.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
     def _starts(self, layers: float) -> float:
-        """Seconds until the host has started the layers of passes: none where it runs ahead of the device."""
+        """Return the host's seconds to start the layers of passes; 0 if the host runs ahead of the device."""
         return 0.0 if self.hardware.runs_ahead else layers * self.hardware.layer_start_s
 
     def infer(self, role: RoleModel, layout: Layout) -> Terms:
@@ -221,7 +221,7 @@ class CostModel:
         )
 
     def train(self, role: RoleModel, layout: Layout, again: bool | None = None) -> Terms:
-        """again: whether activations are recomputed; None: as the settings say."""
+        """Return the terms of an update. again: whether activations are recomputed; None: as in the settings."""
         work = self.workload
         tokens, micro, slots = self._passes(role, layout, work.rows / work.updates)
         again = role.training.activation_checkpointing if again is None else again
@@ -232,7 +232,7 @@ class CostModel:
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)
         sharded = work.shards_optimizer(role.engine)
-        if sharded:  # gradients are summed and scattered, weights gathered
+        if sharded:  # reduce-scatter of gradients, all-gather of weights
             gathered = self._gather(role.frozen_bytes * own, layout.d, stride)
             summed = self._gather(4 * own, layout.d, stride) + gathered
             if role.engine == "zero3":
@@ -244,24 +244,24 @@ class CostModel:
         ) * (work.updates * work.epochs) + Terms(calls=layout.size)
 
     def row_bytes(self, role: RoleModel, t_g: int) -> float:
-        """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
-        copied."""
+        """Return the bytes of the longest row's keys and values on one device. If there are fewer key-value heads than
+        ranks, the heads are copied."""
         return role.kv_bytes_per_token * self.workload.longest_row / min(t_g, role.key_heads)
 
     def replica_rows(self, devices: int, t_g: int) -> int:
-        """Rows of the generation replica that has most."""
+        """Return the number of rows of the generation replica with the most rows."""
         return math.ceil(self.workload.rows / (devices // t_g))
 
     def generate(self, role: RoleModel, devices: int, t_g: int, waves: Any) -> Terms:
-        """Prefill and decoding of all rows by replicas of `t_g` devices. waves: rows, by those that the cache holds at
-        a time, at least 1: a new row replaces one that has ended; of several such numbers, terms are arrays."""
+        """Return the terms of prefill and decoding of all rows by replicas of `t_g` devices. waves: rows / rows that
+        the cache holds at a time, at least 1 (a new row replaces a finished one); an array gives terms of arrays."""
         work = self.workload
         rows = self.replica_rows(devices, t_g)
         longest, mean = max(work.lengths), work.mean_response
         steps = np.maximum(float(longest), waves * mean)
-        together = rows * mean / steps  # rows under way
+        together = rows * mean / steps  # active rows
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
-        heads = t_g / min(t_g, role.key_heads)  # ranks beyond the heads read them once more
+        heads = t_g / min(t_g, role.key_heads)  # more ranks than heads: copies of heads are read again
         read = heads * rows * (mean * work.prompt_tokens + squares / 2) * role.kv_bytes_per_token / t_g
         prompt = work.prompt_tokens
         first, seen, _ = self._forward(role, t_g, prompt, work.prompt_tokens / 2)
@@ -275,8 +275,8 @@ class CostModel:
         )
 
     def transition(self, role: RoleModel, layout: Layout, strategy: str = "hybridflow") -> Terms:
-        """From the training layout to that of generation, once an iteration: the bytes that the resharding planner
-        counts for the rank that receives most, and the engine that takes over its part. layout: with p_g and t_g."""
+        """Return the terms of an iteration's transition from training to generation: the bytes that the resharding
+        planner counts for the rank that receives most, and the load into the engine. layout: with p_g and t_g."""
         if layout.p * layout.t == 1 and role.engine != "zero3":
             return Terms()
         replica = layout if strategy == "full" else replace(layout, d=1)
@@ -288,12 +288,12 @@ class CostModel:
         return self.moved(role, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
 
     def moved(self, role: RoleModel, received: float, ranks: int, parts: int) -> Terms:
-        """Weights that come from other ranks, and are then taken over by an engine that has 1 of so many parts."""
+        """Return the terms of receiving weights from other ranks, then loading 1 of `parts` parts into an engine."""
         loaded = role.elements * role.frozen_bytes / parts
         return Terms(links=received / self.hardware.link(ranks) + loaded / self.hardware.load_bytes_s)
 
     def transfer(self, sent: float, devices: int) -> Terms:
-        """Rows from other pools. sent: columns a token."""
+        """Return the terms of receiving rows from other pools. sent: columns per token."""
         if not sent:
             return Terms()
         work, hardware = self.workload, self.hardware
@@ -302,9 +302,9 @@ class CostModel:
 
 
 def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
-    """Most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts them,
-    without its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others
-    it gathers the whole model, of which with `full` it has a run of equal parts, the last rank's being the smallest."""
+    """Return the most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts
+    them, without its schedule. With `hybridflow`, a rank's training slices lie inside its generation slices. With the
+    other strategies, a rank gathers the whole model; with `full`, the ranks have equal parts, the last the smallest."""
     weights = role.weights
     if strategy == "full":
         size = layout.size
@@ -326,7 +326,7 @@ NAMES = tuple(field.name for field in fields(Terms))
 
 @dataclass(frozen=True)
 class Sample:
-    """Something that was measured: its terms, its seconds."""
+    """A measurement: the terms of what was measured, and its seconds."""
 
     terms: Terms
     seconds: float
@@ -334,12 +334,12 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: float = 1e-3) -> Constants:
-    """Constants c >= 0 of least  sum over samples of (terms . c / seconds - 1)^2 + pull * sum of (c / start - 1)^2.
+    """Minimise, over c >= 0,  sum over samples of (terms . c / seconds - 1)^2 + pull * sum of (c / start - 1)^2.
 
-    Relative errors, so that a short call counts as much as a long one. pull: how strongly constants stay near those of
-    `start`, which alone decide where no sample has a term. Each choice of the constants that are above 0 is solved for,
-    and the best is taken: there are few. Whether what was found is plausible, the caller judges. Raises `BadInput`
-    without a sample, or for one that took no time.
+    The errors are relative, so that short and long calls count equally. pull: how strongly constants stay near `start`,
+    which alone decides a constant if no sample has its term. The fit solves each choice of the constants that are above
+    0 (there are few) and takes the best. The caller judges whether the result is plausible. Raises `BadInput` without a
+    sample, or for a sample that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -365,12 +365,12 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
 def spread(
     samples: Mapping[tuple[str, int, str], Sample], between_s: Mapping[tuple[str, int], float], start: Constants
 ) -> float:
-    """The relative error to expect of the prediction of an iteration. samples: by placement, iteration and call.
-    between_s: by placement and iteration, the time in which no call ran, where it is known.
+    """Return the relative error to expect when predicting an iteration. samples: by placement, iteration and call.
+    between_s: by placement and iteration, the seconds in which no call ran, if known.
 
-    Each placement's iterations are predicted by constants that are fitted to the samples of the others: the root mean
-    square of log(predicted / measured). With one placement there are no others, and it is that of single calls, by
-    constants that are fitted to all of them.
+    Each placement's iterations are predicted with constants fitted to the samples of the other placements; the result
+    is the root mean square of log(predicted / measured). With only one placement, it is the error of single calls, with
+    constants fitted to all of them.
     """
     placements = dict.fromkeys(placement for placement, _, _ in samples)
     errors: list[float] = []

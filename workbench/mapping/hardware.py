@@ -1,13 +1,13 @@
-"""The cluster for which a mapping is searched: machines of equal devices, by rates of a data sheet or of a short
+"""The hardware for which a mapping is searched: machines of equal devices, with rates from a data sheet or a short
 measurement.
 
-A product [m, k] x [k, n] is cut into tiles of the result. A device computes as many tiles at a time as it has units, so
-the last wave may be nearly empty (wave quantisation), and a tile at an edge may be (tile quantisation; both in NVIDIA's
-"Matrix Multiplication Background User's Guide"). A small tile reads more operands for each operation, so that its rate
-is lower. The library takes the quickest tile. Where few rows are multiplied, reading the weights takes longer.
+The result of a product [m, k] x [k, n] is split into tiles. A device computes as many tiles at a time as it has units,
+so the last wave may be nearly empty (wave quantisation), and so may a tile at an edge (tile quantisation; both in
+NVIDIA's "Matrix Multiplication Background User's Guide"). A small tile reads more operands per operation, so its rate
+is lower. The library uses the fastest tile. For few rows, reading the weights takes longer than computing.
 
-Three links carry everything: a device's memory, the fabric inside a machine, the network between machines, which the
-devices of a machine share. A rate is what is reached, not what a data sheet says, where measurements are public.
+There are three links: a device's memory, the fabric inside a machine, and the network between machines, which the
+devices of a machine share. If measurements are public, a rate is the measured one, not the data sheet's.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat
 GIB = 2**30
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that a kernel computes at a time: those of cuBLAS for 16-bit products."""
+"""Tile sizes (rows, columns of the result) of cuBLAS kernels for 16-bit products."""
 
 
 @settings()
 class ProductRates:
-    """The efficiency of a device's products. The defaults are a device without tiles, at its peak.
+    """The efficiency of a device's matrix products. The defaults describe a device without tiles, at its peak.
 
-    units: tiles at a time: the multiprocessors of a GPU. share: of the peak rate, with endless tiles. edge: elements;
-    tiles of m x n reach  share / (1 + edge (1/m + 1/n)). memory_share: of the memory's bandwidth, in
-    products. stream_share: of that, where bytes are only read or written. attention_share: of the peak rate, in
-    attention. launch_s: seconds of a product of no size. tiles: whether results are cut into tiles.
+    units: tiles computed at a time: the multiprocessors of a GPU. share: of the peak rate, for infinite tiles. edge: in
+    elements; tiles of m x n reach  share / (1 + edge (1/m + 1/n)). memory_share: of the memory's bandwidth, in
+    products. stream_share: of the memory's bandwidth, for plain reads and writes. attention_share: of the peak rate, in
+    attention. launch_s: seconds of a product of size 0. tiles: whether results are split into tiles.
     """
 
     units: PositiveInt = 1
@@ -49,9 +49,9 @@ class ProductRates:
     launch_s: NonNegativeFloat = 0.0
     tiles: bool = False
 
-    @lru_cache(maxsize=100_000)  # noqa: B019 (rates are small, and equal by value)
+    @lru_cache(maxsize=100_000)  # noqa: B019 (instances are small, and equal by value)
     def seconds(self, m: int, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
-        """Of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
+        """Return the seconds of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
         read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
         computed = 2.0 * m * n * k * (1 + self.edge * (1 / m + 1 / n))
         if self.tiles:
@@ -59,13 +59,13 @@ class ProductRates:
         return self.launch_s + max(read, computed / (flop_s * self.share))
 
     def _tiled(self, m: int, n: int, k: int, rows: int, columns: int) -> float:
-        """Operations of all waves, those of empty places and of a small tile's lower rate included."""
+        """Return the operations of all waves, including empty places and the lower rate of a small tile."""
         waves = -(-(-(-m // rows) * -(-n // columns)) // self.units)
         return 2.0 * waves * self.units * rows * columns * k * (1 + self.edge * (1 / rows + 1 / columns))
 
     def few(self, m: Any, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> Any:
-        """Of a product of few rows, in the mean over numbers of rows near m: at the rate of the smallest tile, without
-        waves; m may be an array. Rows in two halves never take less time than at once."""
+        """Return the seconds of a product of few rows, averaged over row counts near m: at the smallest tile's rate,
+        without waves; m may be an array. Two halves of the rows never take less time than all rows at once."""
         read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
         slower = 1 + self.edge * sum(1 / side for side in (TILES[-1] if self.tiles else (m, n)))
         return self.launch_s + np.maximum(read, 2.0 * m * n * k * slower / (flop_s * self.share))
@@ -73,19 +73,19 @@ class ProductRates:
 
 @settings()
 class Hardware:
-    """Equal machines of equal devices.
+    """Equal machines of equal devices. Bandwidths are in bytes per second, in one direction.
 
     devices_per_machine: devices that share a machine's fabric and network. memory_bytes: of one device, or of its share
-    of a CPU machine. matrix_flop_s: peak of matrix products by dtype, floating-point operations a second, of one
-    device. products: what products of a shape reach of it. memory_bytes_s: of a device's memory. inside_bytes_s: one
-    way, of one device, to others of its machine. machine_bytes_s: one way, of one machine's network, shared by its
-    devices. load_bytes_s: of weights that a generation engine takes over, on one device. host_bytes_s: one
-    way, of one device, from and to the host's memory. inside_latency_s,
-    between_latency_s: of one hop of a collective. runs_ahead: whether the host starts work before the device has done
-    what came before, so that starting it takes no time of its own. layer_start_s: until the host has started a layer's
-    kernels, in decoding steps, which wait for each token, and in passes where the host does not run ahead. usable:
-    share of the memory that models may fill; the rest is the framework's. cores: devices of a CPU machine that compute
-    at a time; more of them wait for each other; None: all.
+    of a CPU machine. matrix_flop_s: one device's peak rate of matrix products by dtype, in floating-point operations
+    per second. products: the share of this peak that products reach, by shape. memory_bytes_s: bandwidth of a device's
+    memory. inside_bytes_s: from one device to others of its machine. machine_bytes_s: of one machine's network, shared
+    by its devices. load_bytes_s: of a generation engine that loads weights, on one device. host_bytes_s: between one
+    device and the host's memory. inside_latency_s, between_latency_s: of one hop of a collective, inside a machine and
+    between machines. runs_ahead: whether the host starts kernels before the device has finished earlier ones, so that
+    starts take no extra time. layer_start_s: the host's time to start a layer's kernels; it counts in decoding steps,
+    which wait for each token, and in passes if the host does not run ahead. usable: the share of the memory that models
+    may fill; the framework needs the rest. cores: how many devices of a CPU machine compute at the same time; further
+    devices wait for each other; None: all.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Hardware:
     cores: int | None = None
 
     def flop_s(self, dtype: str) -> float:
-        """Peak rate of one device in a dtype. `BadInput` where none is given."""
+        """Return the peak rate of one device in a dtype. `BadInput` if `matrix_flop_s` does not have it."""
         if dtype not in self.matrix_flop_s:
             raise BadInput(
                 f"dtype {dtype!r} on {self.name}",
@@ -117,43 +117,43 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device's memory, for models."""
+        """The bytes of one device's memory that models may fill."""
         return int(self.memory_bytes * self.usable)
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes a second of one rank, of a ring over `ranks` ranks that are `stride` devices apart, while every other
-        such ring of the machines runs too. Inside one machine it is the fabric; over machines, the ranks of a machine
-        in one ring share one entry to the network, and the rings of a machine share its bandwidth."""
+        """Return the bytes per second of one rank in a ring over `ranks` ranks that are `stride` devices apart, while
+        all other such rings of the machines run too. Inside one machine, the ring uses the fabric. Over machines, a
+        ring uses one entry to each machine's network, and the rings of a machine share its bandwidth."""
         if ranks * stride <= self.devices_per_machine:
             return self.inside_bytes_s
         return min(self.inside_bytes_s, self.machine_bytes_s / min(stride, self.devices_per_machine))
 
     def hop(self, ranks: int, stride: int = 1) -> float:
-        """Seconds of the longest hop of such a ring."""
+        """Return the seconds of the longest hop of such a ring."""
         return self.inside_latency_s if ranks * stride <= self.devices_per_machine else self.between_latency_s
 
     def hops(self, ranks: int, stride: int = 1) -> float:
-        """Seconds of the hops from the first to the last rank of such a ring: those over a machine's border take
+        """Return the seconds of all hops from the first to the last rank of such a ring; hops between machines take
         longer."""
         borders = min(ranks, -(-ranks * stride // self.devices_per_machine)) - 1
         return borders * self.between_latency_s + (ranks - 1 - borders) * self.inside_latency_s
 
     @classmethod
     def this_machine(cls, devices: int | None = None) -> Hardware:
-        """See `probe.this_machine`."""
+        """Measure this machine, see `probe.this_machine`."""
         from workbench.mapping.probe import this_machine
 
         return this_machine(devices)
 
 
 # Peaks, memory: NVIDIA's data sheets (dense rates, SXM). Products, all-reduces: fitted to the kernels that Vidur's
-# authors timed on DGX machines (Agrawal et al. 2024, arXiv:2405.05465; data/profiling of microsoft/vidur, MIT licence),
-# products to those of Llama-2-7B alone: on the other sizes, up to 72B, they are off by 6 to 7 % in the mean on A100, by
-# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k (Dao
-# 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which hold the
-# gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s (A100) or 400
-# Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached. To the host: PCIe
-# of 16 lanes, 4 and 5, of which eight tenths are reached.
+# authors timed on DGX machines (Agrawal et al. 2024, arXiv:2405.05465; data/profiling of microsoft/vidur, MIT licence);
+# products only to Llama-2-7B's: on the other sizes, up to 72B, the mean error is 6 to 7 % on A100 and 8 to 10 % on H100
+# (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k (Dao 2023,
+# arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which include the
+# gather, the engine's start and its cache. Network: DGX machines have eight NICs of 200 Gbit/s (A100) or 400 Gbit/s;
+# the A100 machines of HybridFlow's section 8 have one of 200 Gbit/s; we assume nine tenths of it. To the host: PCIe
+# with 16 lanes, generations 4 and 5, of which we assume eight tenths.
 _A100 = ProductRates(units=108, share=0.857, edge=6.82, memory_share=0.752, stream_share=0.9,
                      attention_share=0.55, launch_s=5.5e-6, tiles=True)  # fmt: skip
 _H100 = ProductRates(units=132, share=0.985, edge=18.2, memory_share=0.855, stream_share=0.9,
@@ -175,7 +175,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware(given: str | Hardware) -> Hardware:
-    """A preset by name, "this machine" (measured), or the given hardware. `BadInput` for other names."""
+    """Return a preset by name, "this machine" (measured), or the given hardware; `BadInput` for other names."""
     if isinstance(given, Hardware):
         return given
     if given in ("this machine", "this-machine"):

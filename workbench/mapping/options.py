@@ -20,18 +20,18 @@ from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 
-FEW_ROWS = 100  # of which all pairs are compared
-WAVE_PARTS = 8  # of a wave: how finely caches are told apart
+FEW_ROWS = 100  # up to this many rows, `undominated` compares all pairs
+WAVE_PARTS = 8  # waves of generation are rounded up to this fraction of a wave
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to lay a role out on the devices of its set.
+    """One way to lay out a role on the devices of its set.
 
-    layout: of training, and of what has none of its own; with t_g where training's ranks gather to those of generation.
-    inference, own_t_g: of forward passes, and of generation, where calls have their own. lasting, passing: bytes of the
-    device that holds most. seconds: of the role's calls by stage, without generation, whose rows a cache has to hold
-    first. again: whether training recomputes activations.
+    layout: of training, and of all calls without their own layout; with t_g if training's ranks gather to generation's.
+    inference, own_t_g: the layout of forward passes and the tensor ranks of generation, if they differ from `layout`.
+    lasting, passing: bytes on the fullest device: always, or only while the role computes. seconds: of the role's calls
+    by stage, without generation, whose time depends on the cache. again: whether training recomputes activations.
     """
 
     layout: Layout
@@ -48,10 +48,10 @@ class Option:
 
 
 class RoleOptions:
-    """The options of one role, by number of devices; each is worked out once.
+    """The options of one role, by number of devices; computed once for each number.
 
-    strategy: of the transition to generation. t_g: the only tensor size of generation; None: any. by_call: whether
-    inference and generation may have layouts that training's knows nothing of, to which weights are copied.
+    strategy: of the transition to generation. t_g: the only allowed tensor size of generation; None: any. by_call:
+    whether inference and generation may have layouts independent of training's, to which weights are copied.
     """
 
     def __init__(self, name: str, role: RoleModel, model: CostModel, constants: Constants, *, strategy: str,
@@ -59,7 +59,7 @@ class RoleOptions:
         self.role, self.model, self.constants = role, model, constants
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
         self.calls = model.workload.of(name)
-        # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
+        # the search counts generation's memory; a row longer than a micro-batch is a micro-batch of its own
         self.tokens_bound = max(role.micro_batch_tokens, model.workload.longest_row)
         training = replace(role.training, micro_batch_tokens=self.tokens_bound)
         self._alone = replace(role, generation=None, training=training)
@@ -73,12 +73,12 @@ class RoleOptions:
 
     @property
     def _cuts_optimizer(self) -> bool:
-        """Whether the torch engine's memory is taken to be that of a cluster's engine."""
+        """Whether to compute the torch engine's memory as a cluster's engine would use it."""
         return self.model.workload.engine == "cluster" and self.role.engine == "torch"
 
     @cached_property
     def agains(self) -> tuple[bool, ...]:
-        """Whether activations may be kept, and recomputed."""
+        """The allowed values of `Option.again`: keep activations (False), recompute them (True), or both to try."""
         set_to = self.role.training.activation_checkpointing
         trains = any(call.kind == "train" for call in self.calls)
         return (False, True) if self._cuts_optimizer and set_to and trains else (set_to,)
@@ -88,14 +88,14 @@ class RoleOptions:
         return any(call.kind == "generate" for call in self.calls)
 
     def on(self, devices: int) -> tuple[Option, ...]:
-        """The options on so many devices, without those that another one matches or beats in time and memory."""
+        """Return the options on `devices` devices, without options that another one dominates in time and memory."""
         if devices not in self._found:
             self._found[devices] = self._best(list(self._options(devices)))
         return self._found[devices]
 
     def _best(self, options: list[Option]) -> tuple[Option, ...]:
-        """Those that no other of the same tensor sizes, of generation and of DeepSpeed's groups, matches or beats in
-        every second and byte."""
+        """Return the options that no other option dominates in all seconds and bytes, among options with the same
+        tensor sizes of generation and of DeepSpeed's groups."""
         kept: list[Option] = []
         sizes = [(option.t_g, option.layout.t if self.by_deepspeed else 0) for option in options]
         for size in sorted(set(sizes)):
@@ -107,7 +107,7 @@ class RoleOptions:
     def _options(self, devices: int) -> Iterator[Option]:
         kinds = [call.kind for call in self.calls]
         several = self._by_call and "infer" in kinds and "train" in kinds
-        # a copy for a pass is less than what training holds
+        # fit=False: a copy for forward passes takes less memory than training does
         others = self.layouts(devices, fit=False) if several else []
         for layout, again in product(self.layouts(devices), self.agains):
             held = self._in_turns(self._held(layout, again))
@@ -123,8 +123,8 @@ class RoleOptions:
                                                   again=again))  # fmt: skip
 
     def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
-        """The option of a given layout, whether it fits or not. room: bytes of a device while the role computes; where
-        its activations take more, they are recomputed if they may be."""
+        """Return the option of a given layout, also if it does not fit. room: free bytes on a device while the role
+        computes; if its activations take more, they are recomputed, if that is allowed."""
         every = {again: self._in_turns(self._held(layout, again)) for again in self.agains}
         again = next((again for again, held in every.items() if held and held[1] <= room), self.agains[-1])
         held = every[again]
@@ -139,7 +139,7 @@ class RoleOptions:
         return self._option(Option(layout, *held, own_t_g=own, again=again))
 
     def _in_turns(self, held: tuple[int, int] | None) -> tuple[int, int] | None:
-        """(lasting, passing), where roles take turns in the memory: all of it is held only while the role computes."""
+        """Return (lasting, passing); if roles take turns in the memory, all bytes count as passing."""
         return (0, sum(held)) if held and self.model.workload.take_turns else held
 
     def _option(self, option: Option) -> Option:
@@ -150,13 +150,13 @@ class RoleOptions:
         return replace(option, seconds=(first, second, third))
 
     def calls_of(self, option: Option, cache_bytes: int | None = None) -> tuple[CallPlan, ...]:
-        """The role's calls under an option, and the moves of weights before them. cache_bytes: of a device, for
-        generation; None: without it."""
+        """Return the role's calls under an option, and the moves of weights before them. cache_bytes: of a device, for
+        generation; None: leave generation out."""
         found, layout, model = [], option.layout, self.model
 
         def add(name: str, stage: str, terms: Terms) -> None:
             if terms != Terms():
-                plain = Terms(*map(float, vars(terms).values()))  # no numbers of arrays
+                plain = Terms(*map(float, vars(terms).values()))  # Python floats, not numpy's
                 found.append(CallPlan(name, stage, plain, self.constants.seconds(plain)))
 
         if option.own_t_g is not None and not self.role.samples_only:
@@ -169,7 +169,7 @@ class RoleOptions:
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
         computed = {call.stage: call.kind for call in self.calls if call.kind != "generate"}
-        for stage, kind in computed.items() if model.workload.take_turns else ():  # in, and out again
+        for stage, kind in computed.items() if model.workload.take_turns else ():  # load to the device, and unload
             cut = option.inference or layout
             held = self._held(layout, option.again) if kind == "train" else None
             nbytes = held[0] if held else self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
@@ -194,8 +194,8 @@ class RoleOptions:
         return self._terms[key]
 
     def _moved(self, train: Layout, other: Layout) -> Terms:
-        """Weights from training's layout to another on the same ranks: at most all that a rank holds there, nothing
-        where each rank has the whole model."""
+        """Return the terms of moving weights from training's layout to another one on the same ranks: at most all that
+        a rank holds in the other layout; none if each rank already has the whole model."""
         if train.p * train.t == 1 and self.role.engine != "zero3":
             return Terms()
         nbytes = self.role.elements * self.role.frozen_bytes / (other.p * other.t)
@@ -206,8 +206,8 @@ class RoleOptions:
         return held[1] if held else 0
 
     def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
-        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone. Of
-        rollout workers, which hold an engine and nothing else, the whole model on each."""
+        """Return every (p, t, d) on `devices` devices that divides the model, that its engine supports, and (fit) whose
+        memory fits without other roles. Rollout workers hold only an engine: the whole model on each."""
         if self.role.samples_only:
             return [Layout(1, 1, devices)]
         hardware, found = self.model.hardware, []
@@ -227,8 +227,8 @@ class RoleOptions:
         return found
 
     def _generating(self, layout: Layout) -> Iterator[tuple[Layout, int | None]]:
-        """Training's layout with each t_g that it gathers to, and beside each that it does not: (layout, own t_g).
-        Replicas of the whole model form groups of any size, at no cost; other layouts with `by_call` only."""
+        """Yield (layout, own t_g) for each t_g; own t_g is None if training's ranks can gather to it. Replicas of the
+        whole model form groups of any size, at no cost; other layouts have an own t_g only with `by_call`."""
         if not self.generates:
             yield layout, None
             return
@@ -251,7 +251,7 @@ class RoleOptions:
         return True
 
     def _held(self, layout: Layout, again: bool) -> tuple[int, int] | None:
-        """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
+        """Return (lasting, passing) of the fullest rank, without generation; None if the layout is not possible."""
         if self.role.samples_only:
             return 0, 0
         replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
@@ -262,25 +262,25 @@ class RoleOptions:
         return lasting - optimizer // replicas + math.ceil(optimizer / layout.d), passing
 
     def passing_bytes(self, devices: int) -> int:
-        """What its longest row, or micro-batch, takes of a device at least, where it is cut as far as it may be."""
+        """Return the least bytes of a device that the longest row, or a micro-batch, takes, in the finest layout."""
         layouts = self.layouts(1 << devices.bit_length() - 1, fit=False)
         cached = min(self.model.row_bytes(self.role, one.t) for one in layouts) if self.generates else 0
         return max(math.ceil(cached), min((self._held(one, self.agains[-1]) or (0, 0))[1] for one in layouts))
 
     def generation_bytes(self, t_g: int) -> int:
-        """Of the generation engine's weights on one device."""
+        """Return the bytes of the generation engine's weights on one device."""
         return math.ceil(self.role.elements * self.role.frozen_bytes / t_g)
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
+        """Return the seconds of the role's generations, for each size of a device's cache; infinite if no row fits."""
         waves = self._waves(devices, t_g, cache_bytes)
         terms = self.model.generate(self.role, devices, t_g, np.maximum(waves, 1.0))
         count = sum(call.kind == "generate" for call in self.calls)
         return np.where(waves > 0, count * self.constants.seconds(terms), np.inf)
 
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
-        not fit. A row is held while it grows, so that in the mean it has half its response."""
+        """Return rows of a replica / rows that its cache holds at a time, rounded up to eighths; 0 if the longest row
+        does not fit. A row is in the cache while it grows, so on average it has half its response."""
         work, longest = self.model.workload, self.model.row_bytes(self.role, t_g)
         share = (work.prompt_tokens + work.mean_response / 2) / work.longest_row
         rows = self.model.replica_rows(devices, t_g)
@@ -291,8 +291,8 @@ class RoleOptions:
 
 @lru_cache(maxsize=16_384)
 def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool) -> tuple[int, int, int] | None:
-    """(lasting, passing, optimizer) bytes of the fullest rank; cut: whether replicas share the optimizer."""
-    if cut:  # by the size of two replicas, of which each has half of it
+    """Return (lasting, passing, optimizer) bytes of the fullest rank. cut: whether replicas share the optimizer."""
+    if cut:  # as with DeepSpeed's ZeRO-1, where each of the `replicas` has an equal share of the optimizer
         training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
         role = replace(role, training=training)
     one = Layout(p, t, replicas)
@@ -306,9 +306,9 @@ def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool
 
 
 def undominated(figures: NDArray[np.float64]) -> list[int]:
-    """Of rows of finite figures, less being better in each column, those that no other row matches or beats in all; of
-    equal rows the first."""
-    # in the order of their sums no row beats one before it: keep the first, drop what it beats, go on with the others
+    """Return the rows (finite figures, smaller is better) that no other row matches or beats in all columns; of equal
+    rows the first."""
+    # sorted by their sums, no row beats an earlier one: keep the first, drop the rows it beats, repeat with the rest
     scaled = figures / np.maximum(np.abs(figures).max(axis=0, initial=0.0), 1e-300)
     left, found = np.lexsort((*figures.T[::-1], scaled.sum(axis=1))), []
     rows = figures[left]
@@ -317,7 +317,7 @@ def undominated(figures: NDArray[np.float64]) -> list[int]:
         others = ~(rows[0] <= rows).all(axis=1)
         left, rows = left[others], rows[others]
     beats = np.ones((len(rows),) * 2, dtype=bool)
-    for column in rows.T:  # few: all pairs at once
+    for column in rows.T:  # few rows: compare all pairs at once
         beats &= column[:, None] <= column
     return sorted(found + left[~np.triu(beats, 1).any(axis=0)].tolist())
 

@@ -1,4 +1,4 @@
-"""A mapping with its predicted time, and the plans that a search has found, the quickest first."""
+"""A mapping with its predicted time (`Plan`), and the ranked results of a search (`Plans`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from workbench.placement.placement import Placement
 from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLLOUT
 
-SURE = 0.95  # the chance from which on no trial is asked for
+SURE = 0.95  # from this chance on, `Plans.advice` suggests no trial
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """A call of a role, or a move of its weights before one: its terms and seconds."""
+    """A call of a role, or a move of its weights before a call, with its terms and seconds."""
 
     name: str
     stage: str
@@ -36,8 +36,8 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role of a set. inference, own_t_g: the layout of its forward passes, and tensor ranks of its generation, where
-    those calls have their own. calls: in the order of the iteration. again: whether training recomputes activations.
+    """A role of a set. inference, own_t_g: the layout of its forward passes and the tensor ranks of its generation, if
+    they differ from `layout`. calls: in the order of the iteration. again: whether training recomputes activations.
     """
 
     role: str
@@ -52,15 +52,15 @@ class RolePlan:
 
     @property
     def t_g(self) -> int | None:
-        """Tensor ranks of generation; None where it draws nothing."""
+        """Tensor ranks of generation; None if the role does not generate."""
         return self.own_t_g or self.layout.t_g
 
     def seconds(self, stage: str) -> float:
-        """Of its calls in a stage."""
+        """Return the seconds of the role's calls in a stage."""
         return sum(call.seconds for call in self.calls if call.stage == stage)
 
     def layouts(self) -> dict[str, int]:
-        """Its sizes, as plain values."""
+        """Return the sizes of the role's layouts, as plain values."""
         found = {"p": self.layout.p, "t": self.layout.t, "d": self.layout.d}
         if self.t_g is not None:
             found |= {"p_g": 1, "t_g": self.t_g}
@@ -72,7 +72,7 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class SetPlan:
-    """Roles that share devices. transfers: by stage, rows from other sets. cache_bytes: of keys and values."""
+    """Roles that share devices. transfers: by stage, rows from other sets. cache_bytes: for keys and values."""
 
     roles: tuple[RolePlan, ...]
     devices: int
@@ -81,22 +81,22 @@ class SetPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its roles."""
+        """The names of the set's roles."""
         return tuple(role.role for role in self.roles)
 
     def seconds(self, stage: str) -> float:
-        """Seconds that the set works in a stage, one role after another."""
+        """Return the seconds that the set works in a stage, one role after another."""
         return sum(role.seconds(stage) for role in self.roles) + self.transfers[stage].seconds
 
     @property
     def memory_bytes(self) -> int:
-        """Most that is held on one of its devices at a time, without the cache, which takes what is left."""
+        """The peak bytes on one of the set's devices, without the cache, which takes the rest of the memory."""
         generating = max(role.generation_bytes for role in self.roles)
         return self._lasting_bytes + max(generating, *(role.passing_bytes for role in self.roles))
 
     @property
     def cached_bytes(self) -> int:
-        """What is held while it generates, with the cache."""
+        """The bytes on a device while the set generates, including the cache."""
         generating = max(role.generation_bytes for role in self.roles)
         return self._lasting_bytes + generating + (self.cache_bytes if generating else 0)
 
@@ -107,9 +107,9 @@ class SetPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A mapping. devices: that it was made for; `placement` has those that it uses. functions: roles without a model,
-    which cost nothing and go along with the actor. dependencies: whether calls wait for those of their own stage. why:
-    what decides its time."""
+    """A mapping. devices: the available devices; `placement` has only the used ones. functions: roles without a model,
+    which cost nothing and are placed with the actor. dependencies: whether calls wait for calls of their own stage.
+    why: a sentence on what decides the plan's time."""
 
     sets: tuple[SetPlan, ...]
     devices: int
@@ -121,13 +121,13 @@ class Plan:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Names of the sets: each by its first role."""
+        """The names of the sets: each is named after its first role; "shared" if there is only one set."""
         return ("shared",) if len(self.sets) == 1 else tuple(one.names[0] for one in self.sets)
 
     @cached_property
     def placement(self) -> Placement:
-        """As `wb.open` and `lab.move` take it. Generation's tensor ranks are a setting of the engine: see `t_g`. Raises
-        `BadInput` where calls of a role have layouts of their own, of which a placement knows nothing."""
+        """The placement for `wb.open` and `lab.move`. Generation's tensor ranks are a setting of the engine: see `t_g`.
+        Raises `BadInput` if calls of a role have different layouts, because a placement has only one per role."""
         for role in (role for one in self.sets for role in one.roles):
             if role.inference is not None or (role.own_t_g is not None and role.layout.p * role.layout.t > 1):
                 raise BadInput(
@@ -146,12 +146,12 @@ class Plan:
 
     @property
     def t_g(self) -> int:
-        """For `Generation(tensor_parallel_size=...)`."""
+        """Tensor ranks of generation, for `Generation(tensor_parallel_size=...)`."""
         return next((role.t_g for one in self.sets for role in one.roles if role.t_g is not None), 1)
 
     @cached_property
     def stage_s(self) -> dict[str, float]:
-        """Seconds of each stage: those of its slowest set, with its waiting inside of the stage where that counts."""
+        """Seconds of each stage: of its slowest set; with `dependencies`, including waits inside the stage."""
         if self.dependencies:
             from workbench.mapping.simulate import simulate
 
@@ -160,42 +160,42 @@ class Plan:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration; of a workload that runs ahead, of what takes longer, generation or the rest."""
+        """Seconds of an iteration. If the workload generates ahead: of generation or of the rest, the longer one."""
         return float(seconds_of(tuple(self.stage_s.values()), self.workload))
 
     @property
     def throughput_tokens_per_s(self) -> float:
-        """Prompt and response tokens of the global batch, by the seconds of an iteration."""
+        """Prompt and response tokens of the global batch, divided by the seconds of an iteration."""
         return self.workload.tokens / self.iteration_s
 
     def slowest(self, stage: str) -> SetPlan:
-        """The set for which a stage waits."""
+        """Return the set that takes longest in a stage."""
         return max(self.sets, key=lambda one: one.seconds(stage))
 
     @property
     def used(self) -> int:
-        """Devices that have a set."""
+        """The number of devices that have a set."""
         return sum(one.devices for one in self.sets)
 
     @property
     def idle_share(self) -> float:
-        """The share of the time of all devices, unused ones among them, in which they are idle."""
+        """The share of the time in which devices are idle, over all devices, including unused ones."""
         busy = sum(one.devices * one.seconds(stage) for one in self.sets for stage in STAGES)
         return max(0.0, 1 - busy / (self.devices * self.iteration_s))
 
     @property
     def memory_bytes(self) -> int:
-        """Of the fullest device, see `SetPlan.memory_bytes`."""
+        """The bytes of the fullest device, see `SetPlan.memory_bytes`."""
         return max(one.memory_bytes for one in self.sets)
 
     @property
     def fits(self) -> bool:
-        """Whether each device has room for its models, what they compute, and a cache of one row."""
+        """Whether each device has room for its models, their computations, and a cache of one row."""
         return max(self.memory_bytes, *(one.cached_bytes for one in self.sets)) <= self.hardware.usable_bytes
 
     def memory(self) -> pd.DataFrame:
-        """One row a role: its set and devices, whether it recomputes activations, and bytes of each device by use. What
-        is passing is held while the role computes; the cache takes what models leave."""
+        """Return a frame with one row per role: its set and devices, whether it recomputes activations, and bytes per
+        device by use. Passing bytes are held only while the role computes; the cache takes what the models leave."""
         rows = [
             {"role": role.role, "set": one.names[0], "devices": one.devices, "recomputed": role.again,
              "lasting_bytes": role.lasting_bytes, "passing_bytes": role.passing_bytes,
@@ -206,7 +206,7 @@ class Plan:
         return pd.DataFrame(rows)
 
     def reason(self, other: Plan | None) -> str:
-        """A sentence on what decides its time, compared with another plan."""
+        """Return a sentence on what decides the plan's time, compared with another plan."""
         told = []
         for stage, seconds in self.stage_s.items():
             if seconds:
@@ -256,7 +256,7 @@ class Plan:
                 "memory_bytes": self.memory_bytes, "devices": self.used, "why": self.why}  # fmt: skip
 
     def shown(self) -> dict[str, Any]:
-        """A row, as people read it."""
+        """Return the plan's row as texts for display."""
         stages = {stage: seconds_text(seconds) for stage, seconds in self.stage_s.items()}
         memory = f"{bytes_text(self.memory_bytes)}{'' if self.fits else ', does not fit'}"
         return {"plan": describe(self), "iteration": seconds_text(self.iteration_s), **stages,
@@ -273,18 +273,18 @@ class Plan:
 
 
 def seconds_of(stages: Any, workload: Workload) -> Any:
-    """Seconds of an iteration. stages: of each of `STAGES`, as numbers or arrays."""
+    """Return the seconds of an iteration. stages: the seconds of each of `STAGES`, as numbers or arrays."""
     generation, *others = stages
     return workload.between_s + (np.maximum(generation, sum(others)) if workload.ahead else generation + sum(others))
 
 
 def gap_of(times: float) -> float:
-    """`Plans.gap` of a best plan that takes so many times as long as the bound: none where only rounding differs."""
+    """Return `Plans.gap` of a best plan that takes `times` times as long as the bound: 0 if only rounding differs."""
     return max(0.0, round(times - 1, 8))
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a line: sets with their devices and layouts."""
+    """Describe a plan in one line: its sets with their devices and layouts."""
 
     def role(one: RolePlan) -> str:
         def sizes(layout: Layout) -> str:
@@ -299,12 +299,12 @@ def describe(plan: Plan) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """What a search has found: plans of different sets, the quickest first, and how it was searched.
+    """The result of a search: plans with different sets, the fastest first, and how they were searched.
 
-    granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
-    gap: how much longer, at most, the best plan takes than the best there is by the cost model, whatever the numbers
-    of devices, as a share; infinite where that is not known, as with a granularity. error: relative, of a predicted
-    iteration, where a workbench's own measurements tell it. findings: of its constants, see `Constants.findings`.
+    granularity: allocations are multiples of this many devices. placements_considered: partitions of the roles into
+    sets. gap: how much longer, at most, the best plan takes than the optimum of the cost model over all numbers of
+    devices, as a share; infinite if not known, as with a granularity above 1. error: the relative error of a predicted
+    iteration, if a workbench has measured it. findings: about the constants, see `Constants.findings`.
     """
 
     plans: tuple[Plan, ...]
@@ -320,14 +320,14 @@ class Plans:
 
     @property
     def exact(self) -> bool:
-        """Whether no plan is quicker by the cost model."""
+        """Whether no plan is faster, by the cost model."""
         return self.gap == 0
 
     @property
     def chance(self) -> float | None:
-        """That the best plan is really quicker than the next, if the logarithms of predicted by true seconds are
-        normal, independent, and as large as `error`:  Phi(log(next / best) / (error sqrt 2)). None where no error is
-        known, or no other plan."""
+        """The probability that the best plan is really faster than the next, if the errors log(predicted / true) are
+        normal, independent, and have the standard deviation `error`:  Phi(log(next / best) / (error sqrt 2)). None if
+        the error is not known, or there is only one plan."""
         if self.error is None or len(self.plans) < 2:
             return None
         apart = math.log(self.plans[1].iteration_s / self.best.iteration_s)
@@ -335,7 +335,7 @@ class Plans:
 
     @property
     def advice(self) -> str:
-        """How sure the best plan is, and what one trial would decide; empty where no error is known."""
+        """A text on how sure the best plan is, and what one trial would decide; "" if the error is not known."""
         if self.chance is None:
             return ""
         after = self.plans[1]
@@ -360,7 +360,7 @@ class Plans:
         return self.plans[n]
 
     def frame(self) -> pd.DataFrame:
-        """One row a plan: seconds by stage, tokens a second, idle share, bytes of the fullest device, and why."""
+        """Return one row per plan: seconds by stage, tokens per second, idle share, the fullest device's bytes, why."""
         return pd.DataFrame([plan.row() for plan in self.plans])
 
     def to_dict(self) -> dict[str, Any]:
@@ -396,8 +396,8 @@ class Plans:
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """Plans in the order of their seconds, each of which says why it stands there: the best beside the second, the
-    others beside the best."""
+    """Sort plans by their seconds, and set `why` of each: the best plan is compared with the second, the others with
+    the best."""
     found = sorted(plans, key=lambda plan: plan.iteration_s)
     beside: list[Plan | None] = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
     return [replace(plan, why=plan.reason(other)) for plan, other in zip(found, beside, strict=True)]

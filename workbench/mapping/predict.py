@@ -1,4 +1,4 @@
-"""The predicted time of a given placement, by the costs of the search."""
+"""Predict the time of a given placement, with the search's cost model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def predict(
     t_g: int = 1,
     strategy: str = "hybridflow",
 ) -> Plan:
-    """The plan of a placement, also of one that does not fit, which it says (`Plan.fits`): a cache without room for a
-    row is taken to hold one. The rest as of `search`; t_g: tensor ranks of generation. Raises `BadInput` for roles
-    without a pool."""
+    """Return the plan of a placement, also if it does not fit (see `Plan.fits`): then the cache is assumed to hold one
+    row. t_g: tensor ranks of generation. Other arguments: as in `search`. Raises `BadInput` for roles without a
+    pool."""
     constants, hardware = constants or Constants(), hardware_of(hardware)
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     workload = workload.with_models(models)
@@ -57,7 +57,7 @@ def predict(
 
 
 def _sharing_cores(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) -> SetPlan:
-    """A set whose calls take longer where the sets of a stage have more devices than a CPU machine has cores."""
+    """Lengthen a set's calls in stages in which the sets compute on more devices than the CPU machine has cores."""
     if hardware.cores is None:
         return one
     busy = {stage: sum(any(call.stage == stage for role in each.roles for call in role.calls) * each.devices
@@ -72,7 +72,7 @@ def _sharing_cores(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) ->
 def set_plan(
     roles: tuple[str, ...], ways: Sequence[Option], devices: int, options: Mapping[str, RoleOptions]
 ) -> SetPlan:
-    """The plan of a set of roles on some devices, each with a chosen option."""
+    """Return the plan of a set of roles on `devices` devices. ways: the chosen option of each role."""
     model = next(iter(options.values())).model
     left = float(model.hardware.usable_bytes - sum(way.lasting for way in ways))
     placed, cache = [], 0.0
@@ -88,8 +88,8 @@ def set_plan(
 
 
 def transfers(roles: tuple[str, ...], devices: int, options: Mapping[str, RoleOptions]) -> dict[str, CallPlan]:
-    """By stage, the rows that come to a set from others. What a call wrote, one column a token for a pass,
-    two for generation, is sent to each call of another set that reads it."""
+    """Return, by stage, the transfers of rows from other sets. A call's columns, one per token for a pass and two for
+    generation, are sent to each call of another set that reads them."""
     model, constants = next((one.model, one.constants) for one in options.values())
     calls = {call.name: call for call in model.workload.calls}
     found = {stage: Terms() for stage in STAGES}

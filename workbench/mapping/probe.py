@@ -1,4 +1,4 @@
-"""The rates of this machine's devices, measured in about a second: products by shape, memory, attention, starts."""
+"""Measure the rates of this machine's devices, in about a second: products by shape, memory, attention, starts."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ import numpy as np
 from workbench.mapping.hardware import Hardware, ProductRates
 from workbench.support.machine import computing_threads, cores, total_bytes
 
-LAYER_OPERATIONS = 30  # of a decoder layer, as torch runs it
+LAYER_OPERATIONS = 30  # operations of a decoder layer in torch
 Timed = Sequence[tuple[tuple[int, int, int], float]]  # (m, n, k) of a product, and its seconds
 
 
 def this_machine(devices: int | None = None) -> Hardware:
-    """This machine: its GPUs if it has some, else its cores as slots, each of which has its share of them as a host
-    has. devices: slots of a CPU machine; None: as many as cores. A process measures each share of the cores once.
-    Latencies, and a GPU's links, are not measured: `lab.calibrate` finds what they cost."""
+    """Measure this machine: its GPUs if it has any, else its cores, divided among slots as among hosts. devices: the
+    number of slots of a CPU machine; None: as many as cores. A process measures each division once. Latencies and a
+    GPU's links are not measured: `lab.calibrate` fits their cost."""
     import torch
 
     gpus = torch.cuda.device_count()
     count = gpus or devices or cores()
     found = _measured(0 if gpus else computing_threads(count))
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_bytes() // count
-    torch.cuda.empty_cache()  # what was measured with is for hosts
+    torch.cuda.empty_cache()  # free the measurement's memory for hosts
     return replace(found, devices_per_machine=count, memory_bytes=int(memory))
 
 
 @lru_cache
 def _measured(threads: int) -> Hardware:
-    """threads: of a slot of a CPU machine; 0: its first GPU."""
+    """Measure one device. threads: of a slot of a CPU machine; 0: measure the first GPU."""
     import torch
 
     gpu = threads == 0
@@ -49,7 +49,7 @@ def _measured(threads: int) -> Hardware:
         for dtype in (torch.float32, torch.bfloat16):
             a = ones(n, n, dtype=dtype)
             rates[str(dtype).removeprefix("torch.")] = 2 * n**3 / _timed(partial(torch.mm, a, a), device)
-        dtype = torch.bfloat16 if gpu else torch.float32  # in which models are trained there
+        dtype = torch.bfloat16 if gpu else torch.float32  # the dtype for training on such devices
         weights = ones(n, n, dtype=dtype)
         for rows in (8, 16, 64, 256, n):
             times.append(((rows, n, n), _timed(partial(torch.mm, ones(rows, n, dtype=dtype), weights), device)))
@@ -58,7 +58,7 @@ def _measured(threads: int) -> Hardware:
         q = ones(1, 16, 2048 if gpu else 512, 64, dtype=dtype)
         attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
         attended = 2 * q.numel() * q.shape[2] / _timed(attend, device)
-        small = ones(8, 8)  # an operation of no size
+        small = ones(8, 8)  # so small that only the start of an operation takes time
         start_s = _timed(lambda: [small @ small for _ in range(100)], device) / 100
     finally:
         torch.set_num_threads(before)
@@ -66,7 +66,7 @@ def _measured(threads: int) -> Hardware:
     units = torch.cuda.get_device_properties(0).multi_processor_count if gpu else 1
     begun = ProductRates(units=units, tiles=gpu, launch_s=start_s, attention_share=attended / rates[name])
     products = fitted_rates(times, begun, flop_s=rates[name], memory_bytes_s=copied, item_bytes=item)
-    # processes of a CPU machine send each other bytes as sockets do; a GPU's fabric is not measured here
+    # processes of a CPU machine exchange bytes at the speed of sockets; a GPU's fabric is not measured here
     link = copied / 4 if gpu else _sent_bytes_s()
     return Hardware(name="this machine", devices_per_machine=1, memory_bytes=1, matrix_flop_s=rates, products=products,
                     memory_bytes_s=copied, inside_bytes_s=link, machine_bytes_s=link,
@@ -78,7 +78,7 @@ def _measured(threads: int) -> Hardware:
 def fitted_rates(
     times: Timed, start: ProductRates, *, flop_s: float, memory_bytes_s: float, item_bytes: int
 ) -> ProductRates:
-    """The share, edge and memory's share of least squares of log(predicted / timed), found by trying them."""
+    """Fit share, edge and memory_share by a grid search: least squares of log(predicted / timed)."""
 
     def off(rates: ProductRates) -> float:
         told = (rates.seconds(*shape, flop_s=flop_s, memory_bytes_s=memory_bytes_s, item_bytes=item_bytes) / seconds
@@ -93,7 +93,7 @@ def fitted_rates(
 
 
 def _sent_bytes_s() -> float:
-    """Bytes a second through a socket of this machine, into memory that is new, as that of a collective is."""
+    """Return the bytes per second through a local socket, into newly allocated memory, as in a collective."""
     sent = bytes(2**26)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         other, _ = server.accept()
@@ -108,7 +108,7 @@ def _sent_bytes_s() -> float:
 
 
 def _timed(call: Callable[[], Any], device: Any = None) -> float:
-    """Seconds of a call: the quickest of several."""
+    """Return the seconds of a call: the fastest of several."""
     import torch
 
     found = []

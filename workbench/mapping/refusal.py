@@ -1,4 +1,4 @@
-"""What is said where no placement fits: what takes the room, and settings that would help, each of which was tried."""
+"""The error if no placement fits: what uses the memory, and settings that make the models fit, each of them checked."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from workbench.mapping.options import RoleOptions
 from workbench.mapping.workload import Workload
 from workbench.placement.role_model import RoleModel
 
-Fewest = Callable[[Workload, Mapping[str, RoleModel]], float]  # devices on which these fit
-Change = tuple[dict[str, Any], dict[str, Any]]  # of fields of the workload, and of those of its `training`
+Fewest = Callable[[Workload, Mapping[str, RoleModel]], float]  # returns the least number of devices on which these fit
+Change = tuple[dict[str, Any], dict[str, Any]]  # new values of the workload's fields, and of fields of its `training`
 
 
 def nothing_fits(
     fewest: Fewest, options: Mapping[str, RoleOptions], devices: int, placement: str, unit: int
 ) -> BadInput:
-    """The error. unit: devices that allocations are multiples of."""
+    """Return the error. unit: allocations are multiples of this many devices."""
     model = next(iter(options.values())).model
     roles, hardware = {name: one.role for name, one in options.items()}, model.hardware
     sizes = range(unit, devices + 1, unit)
@@ -48,8 +48,8 @@ def nothing_fits(
 
 
 def _settings_that_fit(fewest: Fewest, workload: Workload, roles: Mapping[str, RoleModel], devices: int) -> list[str]:
-    """What to write so that the models fit: each setting that is enough by itself, and how many devices are without
-    any; where no setting is, as few together as it takes, on more devices if need be."""
+    """Return changes with which the models fit, as code: each setting that suffices alone (if none does, the fewest
+    that suffice together, on more devices if needed), and the number of devices that suffices without any."""
 
     every = tuple(_changes(workload, roles))
 
@@ -86,7 +86,7 @@ def _changes(workload: Workload, roles: Mapping[str, RoleModel]) -> Iterator[Cha
 
 
 def _joined(changes: Sequence[Change]) -> Change:
-    """All of them in one."""
+    """Merge several changes into one."""
     return dict(ChainMap(*(own for own, _ in changes))), dict(ChainMap(*(set_to for _, set_to in changes)))
 
 
@@ -96,7 +96,7 @@ def _changed(workload: Workload, changes: Sequence[Change]) -> Workload:
 
 
 def _written(workload: Workload, changes: Sequence[Change]) -> str:
-    """As code: `training` with what is not a default of `Training`."""
+    """Return the changes as code; `training` is written with all values that differ from `Training`'s defaults."""
     own, settings = _joined(changes)
     written, training = [f"{name}={value!r}" for name, value in own.items()], _changed(workload, changes).training
     set_to = [(one.name, getattr(training, one.name), one.default) for one in fields(training)]

@@ -1,23 +1,23 @@
-"""The search for the mapping of least time (HybridFlow, algorithm 1), exact, without walking through all mappings.
+"""The search for the fastest mapping (HybridFlow, algorithm 1): exact, without enumerating all mappings.
 
     seconds of an iteration = sum over the stages of  max over the sets of  sum over the set's roles of  seconds
 
-A set of roles on n devices has a list of (generation, preparation, training) seconds, one for each way to lay its roles
-out, of which those count that no other beats in all three. Two sets side by side take the larger of each number, and
-the sum of the devices. So for a partition of the roles the best of all allocations is found by adding one set after
-another and keeping the rows (devices, seconds by stage) that no other beats: what is dropped can end in no better plan,
-whatever comes after it, as sums and maxima grow with their parts. Within a set, roles are joined one after another in
-the same way: of those that generate nothing, what others beat in seconds, in lasting and in passing bytes is dropped.
+A set of roles on n devices has a list of (generation, preparation, training) seconds, one for each way to lay out its
+roles; only ways that no other way beats in all three matter. Two sets side by side take the larger of each number, and
+the sum of the devices. So for a partition of the roles, the best allocation is found by adding one set after another
+and keeping the rows (devices, seconds by stage) that no other row beats. A dropped row cannot lead to a better plan,
+because sums and maxima grow with their parts. Within a set, roles are joined one after another in the same way: among
+ways of roles that do not generate, those that others beat in seconds, lasting and passing bytes are dropped.
 
-Most sizes of a set need no such list. In each stage it takes at least the sum of what each of its roles takes there in
-its quickest layout; what the other sets take at least, on the devices that it leaves them, follows in the same way. The
-best plan on coarse multiples of devices is a bound from above: sizes of a set with which every plan takes longer are
-dropped, and so are rows that take longer with what is still to come. The search goes on with finer multiples, down to
-single devices. Beyond `MOST_EXACT` devices seconds are rounded down to powers of 1.01: no plan takes less than what is
-found by them, and the plan behind it takes at most 1 % more. `tests/mapping` holds this against walking through all
+Most sizes of a set need no such list. In each stage, a set takes at least the sum of its roles' seconds in their
+fastest layouts; the same gives a lower bound for the other sets, on the devices left for them. The best plan on coarse
+multiples of devices is an upper bound: the search drops sizes of a set with which every plan takes longer, and rows
+that take longer together with the bound of the remaining sets. It then repeats with finer multiples, down to single
+devices. Beyond `MOST_EXACT` devices, seconds are rounded down to powers of 1.01: the result is then a lower bound for
+all plans, and the plan found with it takes at most 1 % more. `tests/mapping` compares this with enumerating all
 mappings.
 
-The printed algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
+The paper's algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
 `devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.
 """
 
@@ -83,22 +83,22 @@ def search(
     constants: Constants | None = None,
     top: PositiveInt | None = None,
 ) -> Plans:
-    """The plans for these models on so many devices, the quickest first: the best of each partition of the roles.
+    """Return the best plan of each partition of the roles into sets, the fastest first.
 
     models: role -> size preset ("llama-7b", ...), a model's name or folder, a transformers config; None: a function,
-    which is not placed and costs nothing. hardware, workload: presets by name, or as described. placement: only this
-    one of the named placements: "split" gives each half of the devices, where none are rollout workers'. granularity:
-    devices that allocations are multiples of; None: 1 up to 16,384 devices. A plan may leave devices idle. With a
-    granularity of 1 the best plan is the best there is up to 2048 devices, and beyond within 1 % of it: see
-    `Plans.gap`. strategy: of the transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best.
-    by_call: generation, forward passes and training of a role each have a layout of their own, to which weights are
-    copied each iteration (ReaLHF's question, arXiv:2406.14088); such a plan is no placement of a workbench yet.
-    uncalled: models of roles that the workload does not call are placed as well, and take memory; else they are
-    refused. dependencies: a call also waits for calls of its own stage whose rows it reads; each partition's best plan
-    is then weighed by its simulation, and the answer is `exact` where the best of them waits for none. constants: of
-    the cost model, such as `lab.calibrate()` gives. top: so many plans.
+    which is not placed and costs nothing. hardware, workload: presets by name, or descriptions. placement: search only
+    this named placement; "split" gives each set half of the devices, unless there are rollout workers. granularity:
+    allocations are multiples of this many devices; None: 1 up to 16,384 devices. A plan may leave devices idle. With a
+    granularity of 1, the best plan is the optimum up to 2048 devices, and within 1 % of it beyond: see `Plans.gap`.
+    strategy: of the transition, as in `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call:
+    generation, forward passes and training of a role may each have their own layout, to which weights are copied in
+    each iteration (as in ReaLHF, arXiv:2406.14088); a workbench cannot carry out such a plan yet. uncalled: also place
+    models of roles that the workload does not call, which take memory; else such roles are refused. dependencies: a
+    call also waits for calls of its own stage whose rows it reads; each partition's best plan is then compared by its
+    simulation, and the answer is `exact` if the best plan has no such waits. constants: of the cost model, for example
+    from `lab.calibrate()`. top: return at most this many plans.
 
-    Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
+    Raises `BadInput` before the search if arguments do not fit together, and, with the bytes, if no plan fits.
     """
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     machine, constants = hardware_of(hardware), constants or Constants()
@@ -143,7 +143,7 @@ def search(
 
 
 def partitions_of(roles: tuple[str, ...], placement: Named = "auto") -> list[Sets]:
-    """All ways to part the roles into sets: 5 of three, 15 of four, 52 of five; or the one of that name."""
+    """Return all partitions of the roles into sets (5 of three roles, 15 of four, 52 of five), or the named one."""
     if placement == "auto":
         return list(_partitions(roles))
     if placement == "colocate":
@@ -169,8 +169,8 @@ def _partitions(roles: tuple[str, ...]) -> Iterator[Sets]:
 
 
 class _Search:
-    """What partitions share: the ways of sets on numbers of devices, and bounds of them. halves: whether each of two
-    sets has one."""
+    """Computes and caches, for all partitions, the ways of sets by number of devices, and their bounds. halves: whether
+    each of two sets has half of the devices."""
 
     def __init__(self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *,
                  halves: bool) -> None:  # fmt: skip
@@ -181,10 +181,10 @@ class _Search:
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
     def refine(self, partitions: Sequence[Sets], unit: int, found: Sequence[_Found]) -> list[_Found]:
-        """Of each partition the best plan by multiples of `unit` devices, and seconds than which none takes less.
-        found: what is known, which bounds the search."""
+        """Return, for each partition, the best plan in multiples of `unit` devices, and a lower bound of the seconds.
+        found: the results so far, which bound the search."""
         limits = [np.inf if plan is None else plan.iteration_s * (1 + SLACK) for plan, _ in found]
-        # those that generate come last, with most ways
+        # sets that generate have the most ways: add them last
         orders = [sorted(sets, key=lambda one: (any(self.options[r].generates for r in one), len(one), one))
                   for sets in partitions]  # fmt: skip
         windows = [self._windows(sets, unit, limit) for sets, limit in zip(orders, limits, strict=True)]
@@ -203,8 +203,8 @@ class _Search:
         return better
 
     def fewest(self, partitions: Sequence[Sets], unit: int) -> float:
-        """Devices on which the sets of a partition fit, found in steps of at most a sixteenth of them; infinite where
-        none was found up to `TIMES` as many as were asked about."""
+        """Return the least number of devices on which a partition fits, found in steps of at most one sixteenth of this
+        number; infinite if no partition fits on up to `TIMES` as many devices as requested."""
 
         def fit(one: tuple[str, ...], devices: int) -> bool:
             least = [min((way.lasting for way in self.options[role].on(devices)), default=math.inf) for role in one]
@@ -224,8 +224,8 @@ class _Search:
         return min(sum(counts[one] for one in sets) for sets in partitions)
 
     def least(self, roles: tuple[str, ...], unit: int) -> NDArray[np.float64]:
-        """[units + 1, 3]: seconds by stage than which a set on exactly so many units takes no less: the sum of what its
-        roles take at least. Infinite where it does not fit."""
+        """Return lower bounds [units + 1, 3] of a set's seconds by stage, for each exact number of units: the sum of
+        its roles' lower bounds. Infinite if the set does not fit."""
         for role in roles:
             if (role, unit) not in self._least:
                 rows = [self._least_of(role, devices) for devices in range(unit, self.devices + 1, unit)]
@@ -235,7 +235,7 @@ class _Search:
         return self._rounded(found[:, :3] * (1 - SLACK))
 
     def _least_of(self, role: str, devices: int) -> tuple[float, ...]:
-        """Of each stage the least seconds, and the least of lasting bytes."""
+        """Return a role's least seconds of each stage, and its least lasting bytes, over all options."""
         options = self.options[role].on(devices)
         if not options:
             return (np.inf,) * 4
@@ -251,8 +251,8 @@ class _Search:
             return np.exp(np.floor(np.log(seconds) / ROUGH) * ROUGH)
 
     def _windows(self, sets: Sequence[tuple[str, ...]], unit: int, limit: float) -> tuple[list[Any], list[Any]]:
-        """For each set, with which units it may be part of a plan that takes no longer than `limit`; and what the sets
-        after it take at least, by the units that are left for them."""
+        """Return, for each set, a mask of the units with which a plan can stay within `limit`; and lower bounds for the
+        sets after it, by the units left for them."""
         least = [self.least(one, unit) for one in sets]
         falling = [np.minimum.accumulate(one) for one in least]
         before = list(accumulate(falling, _beside, initial=np.zeros_like(least[0])))
@@ -266,8 +266,8 @@ class _Search:
         return within, after[1:]
 
     def _rows(self, roles: tuple[str, ...], sizes: Sequence[int], unit: int) -> _Sized:
-        """(units, seconds by stage) of the ways of a set on some numbers of units, without those that others beat, and
-        where each comes from."""
+        """Return (units, seconds by stage) of a set's ways on the given numbers of units, without ways that others
+        beat, and the `_Set` of each row."""
         least, found, origins = self.least(roles, unit), np.zeros((0, 4)), list[_Set]()
         for units in sizes:
             if (found[:, 1:] <= least[units]).all(axis=1).any():
@@ -282,8 +282,8 @@ class _Search:
     def _side_by_side(
         self, rows: Sequence[NDArray[np.float64]], within: Sequence[Any], after: Sequence[Any], limit: float
     ) -> tuple[float, NDArray[np.int64]]:
-        """The least seconds of sets side by side, of each stage the larger ones counting, and of which row of each set:
-        of none, and the limit, where no way takes less than that."""
+        """Return the least seconds of an iteration with sets side by side (the slowest set decides each stage), and the
+        chosen row of each set; if nothing is within the limit: the limit, and no rows."""
         units, joint, picks = len(after[0]) - 1, np.zeros((1, 5)), np.zeros((1, 0), dtype=np.int64)
         for own, mask, rest in zip(rows, within, after, strict=True):
             numbers = np.flatnonzero(mask[own[:, 0].astype(int)])
@@ -309,7 +309,7 @@ class _Search:
         return float(joint[n, 4]), picks[n]
 
     def _alone(self, roles: tuple[str, ...], devices: int) -> _Sized:
-        """The ways of a set on exactly so many devices."""
+        """Return the ways of a set on exactly `devices` devices."""
         if (roles, devices) in self._sized:
             return self._sized[roles, devices]
         makers = [role for role in roles if self.options[role].generates]
@@ -337,9 +337,9 @@ class _Search:
         return seconds[kept], origins
 
     def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:
-        """Roles that generate nothing: their layouts that no others beat in seconds and bytes, whatever comes to them
-        in a set: the set's seconds grow with theirs, and with what they leave to a cache. Those of several sizes of
-        DeepSpeed's tensor groups stand apart."""
+        """Return the ways of roles that do not generate, without ways that others beat in seconds and bytes. A beaten
+        way cannot be better in any set, because a set's seconds grow with its roles' seconds, and with the memory that
+        they take from a cache. Ways with different sizes of DeepSpeed's tensor groups are not compared."""
         if not roles:
             return np.zeros((1, 5)), np.zeros(1, dtype=np.int64), [()]
         if (roles, devices) not in self._ways:
@@ -355,8 +355,8 @@ class _Search:
         return self._ways[roles, devices]
 
     def _joined(self, figures: NDArray[np.float64], tensor: NDArray[np.int64], role: str, devices: int) -> Any:
-        """Ways with each option of one more role, where they fit: figures [ways, 5], DeepSpeed's tensor ranks (0: none;
-        it knows one size of groups a process), and for each the number of the way and of the option."""
+        """Combine ways with each option of one more role, if both fit: return figures [ways, 5], DeepSpeed's tensor
+        ranks (0: none; a process has groups of one size only), and the index of each result's way and option."""
         options, deepspeed = self.options[role].on(devices), self.options[role].by_deepspeed
         own = np.array([(*one.seconds, one.lasting, one.passing) for one in options], dtype=np.float64).reshape(-1, 5)
         ranks = np.array([one.layout.t if deepspeed else 0 for one in options], dtype=np.int64)
@@ -370,7 +370,7 @@ class _Search:
     def _generation(
         self, role: str, devices: int, sizes: NDArray[np.int64], lasting: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Seconds of generation, by its tensor ranks and by what the set's models leave to the cache."""
+        """Return the seconds of generation, by its tensor ranks and the memory that the models leave to the cache."""
         options, seconds = self.options[role], np.zeros(len(sizes))
         for t_g in np.unique(sizes):
             mine = sizes == t_g
@@ -386,12 +386,12 @@ class _Search:
 
 
 def _beside(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Two groups of sets side by side, by the units that they have at most: of each stage by itself, the least that the
-    slower one takes. one, other: [units + 1, 3], falling."""
+    """Return lower bounds of two groups of sets side by side, by the units that they share: for each stage separately,
+    the least seconds of the slower group. one, other: [units + 1, 3], falling with the units."""
     found, units = np.full(one.shape, np.inf), np.arange(len(one))
     for a, b in ((one, other), (other, one)):
         for stage in range(a.shape[1]):
-            taken = units + np.searchsorted(-b[:, stage], -a[:, stage])  # until b takes no longer than a
+            taken = units + np.searchsorted(-b[:, stage], -a[:, stage])  # the units with which b is not slower than a
             fits = taken < len(units)
             np.minimum.at(found[:, stage], taken[fits], a[fits, stage])
     return np.minimum.accumulate(found)

@@ -1,4 +1,4 @@
-"""The timeline that a plan predicts: each call begins as soon as its inputs exist and its devices are free."""
+"""Simulate a plan's iteration as a timeline: each call begins as soon as its inputs exist and its devices are free."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from workbench.telemetry.spans import Span
 KINDS = {
     **dict.fromkeys(("transition", "relayout", "sync"), "weight_sync"), "transfer": "transfer", "load": "load",
 }  # fmt: skip
-MOST_LANES = 8  # of one set: its devices all do the same
+MOST_LANES = 8  # devices drawn per set; all its devices do the same
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning, without the time
-    between calls. stage_s: by stage, from the end of those before to its own."""
+    """One simulated iteration of a plan. spans: in the form that a workbench records, in seconds from the iteration's
+    beginning, without the time between calls. stage_s: by stage, seconds from the end of earlier stages to its end."""
 
     plan: Plan
     spans: tuple[Span, ...]
@@ -35,14 +35,14 @@ class Simulation:
         return max((span.end_s for span in self.spans), default=0.0) + self.plan.workload.between_s
 
     def frame(self) -> pd.DataFrame:
-        """The spans, one a row, with the columns of `lab.spans()`."""
+        """Return the spans, one per row, with the columns of `lab.spans()`."""
         rows = [span.row() for span in self.spans]
         frame = pd.DataFrame(rows)
         frame.insert(0, "duration_s", frame["end_s"] - frame["start_s"])
         return frame
 
     def timeline(self) -> Timeline:
-        """The same picture as `lab.timeline()`."""
+        """Return the timeline, drawn like `lab.timeline()`."""
         return timeline([span.row() for span in self.spans])
 
     def __repr__(self) -> str:
@@ -54,12 +54,12 @@ class Simulation:
 
 @checked_call("wb.mapping.simulate")
 def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
-    """One iteration of a plan: each call begins when its inputs are there and its devices are free, in the order of the
-    algorithm, as the workbench runs it with `overlap()`. barriers: and when all of the stages before have ended, as the
-    search counts (with `dependencies`; without them it leaves out waiting within a stage). Of a workload that runs
-    ahead, generation is that of a later iteration, for which nothing waits.
+    """Simulate one iteration of a plan: each call begins when its inputs exist and its devices are free, in the
+    algorithm's order, as the workbench does with `overlap()`. barriers: calls also wait until all earlier stages have
+    ended, as in the search (with `dependencies`; without them the search ignores waits within a stage). If the workload
+    generates ahead, generation is for a later iteration, and no call waits for it.
 
-    Of a set with many devices, the first are drawn: all of them do the same.
+    Only the first devices of a large set are drawn: all its devices do the same.
     """
     ends: dict[str, float] = {}
     free = [0.0] * len(plan.sets)
@@ -67,11 +67,11 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
     spans: list[Span] = []
     order = [call.name for call in plan.workload.calls]
     places = [(n, one, role, call) for n, one in enumerate(plan.sets) for role in one.roles for call in role.calls]
-    # what a role needs before a call comes right before its first call of that stage
+    # moves of weights come right before the role's first call of their stage
     places.sort(key=lambda place: (_position(place[3], place[2], order), place[0]))
     inputs = {call.name: call.inputs for call in plan.workload.calls}
     waited = STAGES[1:] if plan.workload.ahead else STAGES
-    first = list(accumulate((one.devices for one in plan.sets), initial=0))  # device of each set
+    first = list(accumulate((one.devices for one in plan.sets), initial=0))  # the first device of each set
     moved = {(n, stage): one.transfers[stage].seconds for n, one in enumerate(plan.sets) for stage in STAGES}
     for run, (n, one, role, call) in enumerate(places, 1):
         lanes = partial(_spans, plan.pools[n], min(one.devices, MOST_LANES), first[n], role.role, call.name, run)

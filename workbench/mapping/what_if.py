@@ -1,5 +1,5 @@
-"""Which placement wins where: the best plan at each point of a grid over two of four axes, searched in stages that each
-make the whole map finer."""
+"""Map the best placement over two of four axes: the best plan at each point of a grid, searched in stages that refine
+the whole map step by step."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ AXES: dict[str, tuple[Any, ...]] = {
     "devices": (8, 16, 32, 64, 96, 128), "link_speed": (0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
     "response_tokens": (256, 512, 1024, 2048, 4096, 8192), "model": SIZES,
 }  # fmt: skip
-COARSE, FINE = 4, 64  # parts of the devices of which allocations are multiples, at least
+COARSE, FINE = 4, 64  # allocations are multiples of at most 1/COARSE, or 1/FINE, of the devices
 NOTHING, TOGETHER, AS_GIVEN = "nothing fits", "all together", "as given"
 BOX = "padding:2px 3px;font-size:12px;white-space:nowrap;text-align:center;line-height:1.3;border:3px solid"
-Point = tuple[Any, ...]  # a value of each axis
+Point = tuple[Any, ...]  # one value per axis
 
 
 @checked_call("wb.mapping.what_if")
 def what_if(models: Mapping[str, Any], *, devices: PositiveInt = 64, hardware: str | Hardware = "a100-80g",
             workload: Workload | str = "ppo", across: str = "devices", up: str = "response_tokens"
             ) -> WhatIf:  # fmt: skip
-    """Sliders for devices, link speed, response length and model size; the best plan where they are, and a map of which
-    placement is best over two of them. `.frame()` has the map's numbers, also without a browser.
+    """Show sliders for devices, link speed, response length and model size, with the best plan at their values, and a
+    map of the best placement over two of them. `.frame()` has the map's numbers, also without a browser.
 
-    models, devices, hardware, workload: as of `search`; where the sliders are first. across, up: the axes of the map:
-    "devices", "link_speed" (times the bandwidths of all links), "response_tokens", "model". Raises `BadInput` as
-    `search` does, but where nothing fits, which the map says; `MissingDependency` without the extra "notebook".
+    models, devices, hardware, workload: as in `search`; they set the sliders' first values. across, up: the map's axes:
+    "devices", "link_speed" (a factor of all links' bandwidths), "response_tokens", "model". Raises `BadInput` as
+    `search` does, except if nothing fits, which the map shows; `MissingDependency` without the extra "notebook".
     """
     one_of("across", across, tuple(AXES))
     one_of("up", up, tuple(axis for axis in AXES if axis != across))
@@ -59,10 +59,10 @@ def what_if(models: Mapping[str, Any], *, devices: PositiveInt = 64, hardware: s
 
 
 class PlacementMap:
-    """Best plans by point. steps: the values of each axis. given: the point that was asked about."""
+    """Best plans by point. steps: the values of each axis. given: the point of the given arguments."""
 
     def __init__(self, models: Mapping[str, Any], devices: int, hardware: Hardware, workload: Workload) -> None:
-        endless = replace(hardware, memory_bytes=2**60)  # what is refused here is wrong, whatever fits
+        endless = replace(hardware, memory_bytes=2**60)  # everything fits: an error here is about wrong arguments
         search(models, devices=2, hardware=endless, workload=workload, top=1)
         self.models, self.hardware, self.workload = models, hardware, workload
         sizes = {str(model) for model in models.values() if model is not None}
@@ -72,7 +72,7 @@ class PlacementMap:
             axis: values if one in values else (one, *values) if one == AS_GIVEN else tuple(sorted((one, *values)))
             for (axis, values), one in zip(AXES.items(), self.given, strict=True)
         }
-        self._found: dict[Point, tuple[int, Plans | BadInput]] = {}  # after a search in so many parts
+        self._found: dict[Point, tuple[int, Plans | BadInput]] = {}  # the `parts` of the search, and its result
         self._colours: dict[str, str] = {}  # by placement
 
     def _search(self, point: Point, parts: int) -> Plans | BadInput:
@@ -80,7 +80,7 @@ class PlacementMap:
         rates = {name: speed * getattr(self.hardware, name) for name in ("inside_bytes_s", "machine_bytes_s")}
         lengths = [max(1, round(n * tokens / self.workload.mean_response)) for n in self.workload.lengths]
         models = {role: model and (model if size == AS_GIVEN else size) for role, model in self.models.items()}
-        unit = 1 << max(0, (devices // parts).bit_length() - 1)  # a power of two, which layouts divide
+        unit = 1 << max(0, (devices // parts).bit_length() - 1)  # a power of two, so that layouts can divide it
         hardware, workload = replace(self.hardware, **rates), replace(self.workload, response_tokens=lengths)
         try:
             return search(models, devices=devices, hardware=hardware, workload=workload, granularity=unit, top=2)
@@ -88,13 +88,13 @@ class PlacementMap:
             return error
 
     def points(self, point: Point, across: str, up: str) -> list[Point]:
-        """The cells of the map through a point, row by row, the largest value of `up` first."""
+        """Return the cells of the map through a point, row by row, the largest value of `up` first."""
         given, values = dict(zip(AXES, point, strict=True)), product(reversed(self.steps[up]), self.steps[across])
         return [tuple((given | {across: x, up: y}).values()) for y, x in values]
 
     def refine(self, point: Point, across: str, up: str) -> Iterator[None]:
-        """Search, a point at a time, in stages: the given one; every fourth row and column, then every second; the
-        given one in smaller parts; all others; all in smaller parts."""
+        """Search one point after another, in stages: the given point; every fourth row and column, then every second;
+        the given point with smaller parts; all other points; all points with smaller parts."""
         every, wide = self.points(point, across, up), len(self.steps[across])
         y, x = divmod(every.index(point), wide)
         fourth, second = ([one for n, one in enumerate(every) if (n // wide - y) % k == (n % wide - x) % k == 0]
@@ -108,7 +108,7 @@ class PlacementMap:
                     yield
 
     def rows(self, point: Point, across: str, up: str) -> list[dict[str, Any]]:
-        """A row a cell, as far as it is searched; see `WhatIf.frame`."""
+        """Return one row per cell, with its results if it has been searched; see `WhatIf.frame`."""
         rows = []
         for one in self.points(point, across, up):
             _, found = self._found.get(one, (0, ""))
@@ -123,8 +123,8 @@ class PlacementMap:
         return rows
 
     def picture(self, point: Point, across: str, up: str) -> str:
-        """The map as html: a colour and letters for each placement, seconds, and how much slower the next is. What is
-        not searched yet has the colour of the nearest cell that is."""
+        """Return the map as html: a colour and letters for each placement, seconds, and how much slower the next plan
+        is. Cells that are not searched yet have the colour of the nearest cell that is."""
         cells, wide, rows = self.rows(point, across, up), len(self.steps[across]), list[dict[str, Any]]()
         own, known = self.points(point, across, up).index(point), [n for n, one in enumerate(cells) if one["placement"]]
         for n, cell in enumerate(cells):
@@ -149,7 +149,7 @@ class PlacementMap:
         return table(rows, caption=f"best placement ({axes}), its iteration, how much slower the next is") + key
 
     def _looks(self, name: str) -> tuple[str, str]:
-        """The colour of a placement, with an alpha for text of any theme, and the letters of its roles."""
+        """Return the colour of a placement (with an alpha, so that text is readable in any theme) and its letters."""
         if name in ("", NOTHING):
             return "transparent", "\N{MULTIPLICATION X}"
         fresh = f"{STROKES[len(self._colours) % len(STROKES)].colour}59"
@@ -158,7 +158,7 @@ class PlacementMap:
         return self._colours.setdefault(name, fresh), "|".join(sets) or "all"
 
     def answer(self, point: Point) -> str:
-        """The best plan at a point, as html: its seconds by stage, and why."""
+        """Return the best plan at a point as html: its seconds by stage, and why it is the best."""
         _, found = self._found.get(point, (0, ""))
         told = {"best": found}
         if isinstance(found, Plans):
@@ -169,12 +169,12 @@ class PlacementMap:
 
 
 def words(plan: Plan) -> str:
-    """Which roles share devices."""
+    """Return a plan's placement as a text: which roles share devices."""
     return " | ".join(" + ".join(one.names) for one in plan.sets) if len(plan.sets) > 1 else TOGETHER
 
 
 def label(axis: str) -> str:
-    """An axis, and a value of one, as people read them."""
+    """Return the name of an axis for display."""
     return axis.replace("_", " ")
 
 

@@ -1,4 +1,4 @@
-"""The work of one iteration: its calls, in order, the number and lengths of its rows, and the models that do it."""
+"""The work of one iteration: its calls, in order, the number and lengths of its rows, and the roles' models."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 Kind = Literal["generate", "infer", "train"]
 STAGES = ("generation", "preparation", "training")
-"""The three stages of an iteration (HybridFlow, section 6): calls of one wait for all of the one before."""
+"""The three stages of an iteration (HybridFlow, section 6): a stage waits for all calls of the previous one."""
 
 STAGE_OF: dict[Kind, str] = dict(zip(("generate", "infer", "train"), STAGES, strict=True))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of a role. kind: what bounds it. inputs: the names of the calls whose rows it reads."""
+    """One operation of a role. kind: the kind of work. inputs: the names of the calls whose rows it reads."""
 
     name: str
     role: str
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def stage(self) -> str:
-        """The stage of `STAGES` that it belongs to."""
+        """The stage of `STAGES` that this call belongs to."""
         return STAGE_OF[self.kind]
 
 
@@ -56,7 +56,7 @@ _Line = tuple[str, str, Kind]
 
 
 def _calls(*lines: _Line) -> tuple[Call, ...]:
-    """Calls that read the results of the stages before theirs."""
+    """Return calls that each read the results of all calls of earlier stages."""
     found: list[Call] = []
     for name, role, kind in lines:
         before = tuple(c.name for c in found if STAGES.index(c.stage) < STAGES.index(STAGE_OF[kind]))
@@ -81,25 +81,25 @@ CALLS: dict[str, tuple[Call, ...]] = {
                         _REWARD, ("compute_cost", "cost", "infer"), _CRITIC,
                         ("update_cost_critic", "cost_critic", "train"), _ACTOR),
 }  # fmt: skip
-"""The calls of an algorithm. Of Safe-RLHF, the cost critic's fall away where no model is named for it."""
+"""The calls of an algorithm. Safe-RLHF omits the cost critic's calls if no cost critic model is given."""
 
 
 @settings()
 class Workload:
     """One iteration of an algorithm.
 
-    algorithm: a name of `CALLS`, or any where `calls` are given. prompt_tokens: of each row. response_tokens: of each
-    row, or a sample of lengths, whose mean fills passes and whose longest row ends generation. rows: responses an
-    iteration (prompts x samples). updates: optimizer steps that an epoch cuts the rows into. epochs: over the rows.
-    dtype: in which products are computed. training: the engine of what is trained, its micro-batches and whether
-    activations are recomputed. engine: "cluster": of roles that the torch engine trains, memory and speed are those of
-    systems on clusters (Megatron's distributed optimizer, ZeRO-1): bfloat16 weights, fp32 gradients, and optimizer
-    states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
-    `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
-    their own, generate ahead, so that generation and training run at the same time. take_turns: whether the roles of a
-    device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`). between_s:
-    seconds of an iteration in which no call runs: the controller, functions and arithmetic without a model. sync_share:
-    of the bytes of a weight sync, the share that is sent where patches take the place of whole weights.
+    algorithm: a name of `CALLS`, or any name if `calls` are given. prompt_tokens: per row. response_tokens: per row, or
+    a sample of lengths: their mean decides the time of passes, the longest ends generation. rows: responses per
+    iteration (prompts x samples). updates: optimizer steps per epoch over the rows. epochs: over the rows. dtype: of
+    the matrix products. training: the training engine, its micro-batches, and whether activations are recomputed.
+    engine: "cluster": roles of the torch engine have the memory and speed of cluster systems (Megatron's distributed
+    optimizer, ZeRO-1): bfloat16 weights, fp32 gradients, optimizer states sharded over the replicas; activations are
+    recomputed only if they do not fit. "workbench": as in `training`, with this workbench's engines. ahead: staleness;
+    the iterations that rollout workers, on their own devices, generate ahead, so that generation and training run at
+    the same time. take_turns: whether only one role at a time is on a device, and the others' states are in host memory
+    (`wb.open(share_memory=True)`). between_s: seconds of an iteration in which no call runs: the controller, functions
+    and arithmetic without a model. sync_share: the share of a weight sync's bytes that is sent if patches replace whole
+    weights.
     """
 
     algorithm: str = "ppo"
@@ -134,7 +134,7 @@ class Workload:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of responses: one, or the sample."""
+        """The lengths of responses: one length, or the sample."""
         given = self.response_tokens
         return tuple(given) if isinstance(given, Iterable) else (given,)
 
@@ -152,18 +152,18 @@ class Workload:
 
     @cached_property
     def mean_context(self) -> float:
-        """Tokens that a token sees in the mean over all tokens: half its row, and long rows have more of them."""
+        """The mean number of tokens that a token attends to: half its row; long rows have more tokens in this mean."""
         rows = [self.prompt_tokens + length for length in self.lengths]
         return sum(row * row for row in rows) / (2 * sum(rows))
 
     @property
     def tokens(self) -> float:
-        """Prompt and response tokens of the global batch: what throughput is told in (HybridFlow, section 8.1)."""
+        """Prompt and response tokens of the global batch, the unit of throughput (HybridFlow, section 8.1)."""
         return self.rows * self.row_tokens
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have work, in the order of their first call."""
+        """The roles that have calls, in the order of their first call."""
         return tuple(dict.fromkeys(call.role for call in self.calls))
 
     def of(self, role: str) -> tuple[Call, ...]:
@@ -171,11 +171,11 @@ class Workload:
         return tuple(call for call in self.calls if call.role == role)
 
     def shards_optimizer(self, trained_by: str) -> bool:
-        """Whether optimizer states of a role that `RoleModel.engine` trains are cut over its replicas."""
+        """Whether optimizer states are sharded over a role's replicas. trained_by: its `RoleModel.engine`."""
         return trained_by in ("zero1", "zero2", "zero3") or (trained_by == "torch" and self.engine == "cluster")
 
     def without(self, names: Iterable[str]) -> Workload:
-        """Without some calls; those that read them read what these read."""
+        """Return the workload without some calls; calls that read their rows lose these inputs."""
         gone = set(names)
         if unknown := gone - {call.name for call in self.calls}:
             raise BadInput(f"call {sorted(unknown)[0]!r}", f"the calls are {', '.join(c.name for c in self.calls)}")
@@ -183,17 +183,17 @@ class Workload:
         return replace(self, calls=tuple(call for call in calls if call.name not in gone))
 
     def with_rollout(self, ahead: int = 0) -> Workload:
-        """With rollout workers, apart from the actor, that generate."""
+        """Return the workload with generation by rollout workers, separate from the actor."""
         calls = [replace(c, role=ROLLOUT) if c.kind == "generate" else c for c in self.calls]
         return replace(self, calls=tuple(calls), ahead=ahead)
 
     def with_roles(self, roles: Iterable[str]) -> Workload:
-        """With the calls of these roles only."""
+        """Return the workload with the calls of these roles only."""
         kept = set(roles)
         return self.without(call.name for call in self.calls if call.role not in kept)
 
     def with_models(self, models: Mapping[str, Any]) -> Workload:
-        """Without the calls of roles whose model is None, which are functions, nor of a cost critic that has none."""
+        """Return the workload without calls of functions (model None), and of the cost critic if it has no model."""
         for role in models:
             check_role(role)
         without = {"cost_critic"} - {*models} | {role for role, model in models.items() if model is None}
@@ -201,7 +201,7 @@ class Workload:
 
     @classmethod
     def of_algorithm(cls, algorithm: Any, *, response_tokens: int | Sequence[int], prompt_tokens: int) -> Workload:
-        """The workload of an algorithm that is set up on a workbench: its graph, its rows, the workbench's settings.
+        """Return the workload of an algorithm on a workbench, from its graph, its rows and the workbench's settings.
         Arithmetic without a model, and calls of functions, cost nothing here."""
         lab, graph, calls = algorithm.lab, algorithm.graph(), []
         kinds: Mapping[str, Kind] = {"generate_sequences": "generate"}
@@ -211,10 +211,10 @@ class Workload:
         for stage in graph.stages:
             inputs = tuple(dict.fromkeys(name for i in sorted(read[stage.name]) for name in sources.get(i, ())))
             kind = kinds.get(stage.operation, "train" if stage.updates else "infer")
-            role = "actor" if stage.role == ROLLOUT else stage.role  # whose it is, wherever it runs
+            role = "actor" if stage.role == ROLLOUT else stage.role  # rollout workers generate for the actor
             if role in modelled:
                 calls.append(Call(stage.name, role, kind, inputs))
-                inputs = (stage.name,)  # of what is not placed here, those that it reads itself
+                inputs = (stage.name,)  # a stage that is not placed passes on the calls that it reads
             sources[stage.name] = inputs
         lead = models[lab.description.lead]
         rows = getattr(algorithm, "prompts", 1) * getattr(algorithm, "samples", 1)
@@ -225,7 +225,7 @@ class Workload:
 
 
 def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedConfig | DenseConfig:
-    """The config of a size preset, of a model by name or folder, or the one given. Raises `ModelUnavailable`."""
+    """Return the config of a size preset, of a model's name or folder, or the given one. Raises `ModelUnavailable`."""
     if isinstance(model, str | Path):
         return read_plan_config(model)
     if not hasattr(model, "get_text_config"):
@@ -234,7 +234,7 @@ def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedC
 
 
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
-    """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
+    """Return the models to place. models: by role, a preset, a name, a folder, a config, or a `RoleModel`; a role whose
     model is None is a function and is left out."""
     found = {}
     if ROLLOUT in workload.roles and ROLLOUT not in models:
@@ -243,7 +243,7 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
         if model is None:
             continue
         if not isinstance(model, RoleModel):
-            config = deepcopy(config_of(model))  # its bytes are kept, and a config may be changed
+            config = deepcopy(config_of(model))  # its bytes are cached, and a user may change a config
             model = RoleModel(config=config, head=head_of(role), dtype=workload.dtype, training=workload.training,
                               trained=role in TRAINED_ROLES)  # fmt: skip
         found[role] = model

@@ -1,1 +1,1 @@
-"""What goes over the wire: calls, replies, shards, metrics, operations, transfer protocols."""
+"""The messages between controller and hosts: calls, replies, shards, metrics, operations, transfer protocols."""

@@ -1,4 +1,4 @@
-"""What the controller sends to a host for one stage, what each rank answers, and how the answers are joined."""
+"""The call that the controller sends to a host for one stage, each rank's reply, and how replies are merged."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from workbench.settings.training import Training
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRows:
-    """Rows of a rank for which a function of the user's failed: how many, the number in the batch of the first, and
-    its error. not_asked: of these, those that were not asked any more. most: the share of rows that may fail."""
+    """The rows of a rank for which a user's function failed. not_asked: how many of them were never given to it. row,
+    first: the first failed row's number in the batch, and its error. most: the share of rows that may fail."""
 
     count: int
     not_asked: int
@@ -35,10 +35,10 @@ class FailedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
+    """An operation's result on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
 
-    metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
-    such as why an optimizer step was skipped. failed: rows that are in the columns, and failed. scored: of rewards.
+    metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: messages for the cell's output,
+    such as why an optimizer step was skipped. failed: failed rows, still in the columns. scored: for rewards.
     """
 
     columns: Table = field(default_factory=dict)
@@ -52,8 +52,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart:
-    """How far a rank came with an update before it stopped or failed: optimizer steps taken, of how many, and their
-    metrics."""
+    """A rank's progress with an update when it stopped or failed: optimizer steps taken, steps in all, and metrics."""
 
     steps: int
     of: int
@@ -62,7 +61,7 @@ class UpdatePart:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSummary:
-    """dtype, shape of a row and bytes of one rank's part of a column."""
+    """The dtype, row shape and size in bytes of one rank's part of a column."""
 
     dtype: str
     row_shape: tuple[int | str, ...]
@@ -73,12 +72,12 @@ class ColumnSummary:
 
 
 class PeerFailed(StageError):
-    """On this rank nothing went wrong: it did not go on, because another rank of the stage failed."""
+    """This rank did not fail itself; it stopped because another rank of the stage failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The answer of one rank to the controller, without tensors. stopped: where a stopped rank left the stage."""
+    """The reply of one rank to the controller, without tensors. stopped: the progress of an update that was stopped."""
 
     rank: int
     columns: dict[str, ColumnSummary]
@@ -97,13 +96,12 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank's error: its class's name, message, frames (see `chain_of`), and the exception itself.
+    """A rank's error: its class name, message, frames (see `chain_of`), and the exception itself.
 
-    remedy: a remedy that the host knows. says_all: an error of ours without frames of the user's code: its message is
-    enough.
-    Inline the exception keeps its traceback, so that `%debug` enters the frames of the worker and of the user's own
-    functions (`exceptions` lists the chain there). Sent from another process it arrives without, or not at all where it
-    does not pickle.
+    remedy: a remedy that the host knows. says_all: whether the message is enough: an error of ours without user frames.
+    With the inline backend the exception keeps its traceback, so that `%debug` enters the frames of the worker and of
+    the user's functions (`exceptions` lists the chain there). An exception from another process arrives without its
+    traceback; one that cannot be pickled does not arrive.
     """
 
     kind: str
@@ -115,10 +113,10 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, remedy: str = "") -> Failure:
-        """From an exception that was just caught."""
+        """Return the failure for a just caught exception."""
         chain = chain_of(error)
         if isinstance(error, WorkbenchError) and len(chain) > 1 and not _of_user(chain[-1]):
-            chain = chain[:-1]  # its message is the whole error's, and how a function was called is no news
+            chain = chain[:-1]  # its message is the error's, and its frames only show how we called the user's function
         says_all = isinstance(error, WorkbenchError) and not any(map(_of_user, chain))
         return cls(
             kind=type(error).__name__, message=said(error), chain=chain, error=error, remedy=remedy, says_all=says_all
@@ -126,8 +124,8 @@ class Failure:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """Equal for failures of ranks that are told as one: raised at the same lines, or where none is known in the
-        same words."""
+        """A key that is equal for failures that are reported as one: raised at the same lines, or, where no lines are
+        known, with the same message."""
         if not self.chain:
             return self.kind, self.message
         return self.kind, tuple((raised.kind, raised.frames) for raised in self.chain)
@@ -136,9 +134,9 @@ class Failure:
         state = dict(self.__dict__)
         try:
             pickle.loads(pickle.dumps(self.error))
-        except BaseException:  # that of any class
+        except BaseException:  # a user's class may raise anything
             state["error"] = None
-        if self.error is not None:  # its frames hold on to this process's tensors
+        if self.error is not None:  # its traceback keeps this process's tensors alive
             self.error.__traceback__ = None
         return state
 
@@ -154,9 +152,9 @@ def column_summary(column: ColumnValues) -> ColumnSummary:
 
 
 def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) -> dict[str, ColumnSummary]:
-    """The columns of the ranks that make a stage's result, by name; bytes of all of them.
+    """Return the columns of a stage's result by name, with the bytes of all ranks added up.
 
-    Raises `StageError` naming operation, rank and column where ranks returned different columns, or not what the
+    Raises `StageError` naming operation, rank and column if ranks returned different columns, or columns other than the
     operation is registered to write. where: the operation, as "actor.compute_log_prob".
     """
     first = replies[0]
@@ -186,11 +184,11 @@ def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """Who a host is: one process on one device, rank `rank` of its pool's process group.
+    """The identity of a host: one process on one device, rank `rank` of its pool's process group.
 
     lab: the workbench's id. share_memory: see `workbench.open`. again: how many earlier pools of that name `lab.move`
-    has ended. tensor_ranks: so many ranks that stand side by side exchange activations in each layer of a role. gpus:
-    its device is one, a share of one, or none: 0.
+    has ended. tensor_ranks: the number of adjacent ranks that exchange activations in each layer of a role. gpus: GPUs
+    of its device: 1, a share of a GPU, or 0.
     """
 
     lab: str
@@ -207,12 +205,12 @@ class HostInfo:
 
     @property
     def name(self) -> str:
-        """Unique in the life of its workbench, because batches refer to the hosts that made them."""
+        """The host's name; unique over the workbench's lifetime, because batches refer to hosts that made them."""
         return host_name(self.pool, self.rank, self.again)
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The names of its pool's hosts, by rank."""
+        """The names of all hosts of this pool, by rank."""
         return tuple(replace(self, rank=rank).name for rank in range(self.world_size))
 
     @property
@@ -225,12 +223,12 @@ class HostInfo:
 class Call:
     """One rank's part of a stage.
 
-    kept: the shard that its output becomes, of this host or of another; None: it is dropped, as that of ranks which are
-    no part of the result. released: keys of shards to be forgotten before. updates, resume_from: whether it updates the
-    role, and where an interrupted update goes on. training: how an update trains the role. all_valid: whether rows that
-    are not valid are refused. pulls: for each set of columns, which rows to pull from which shard.
+    kept: the shard that the output becomes, on this host or another; None: the output is dropped, because this rank is
+    not part of the result. released: keys of shards to forget first. updates, resume_from: whether the call updates the
+    role, and where an interrupted update continues. training: the settings of the update. all_valid: whether invalid
+    rows are refused. pulls: for each set of columns, which rows to pull from which shard.
 
-    Pickled, it takes few bytes a row at most, so that the controller's messages stay small however many rows there are.
+    A pickled call takes a few bytes per row at most, so that the controller's messages stay small.
     """
 
     run: int
@@ -254,14 +252,14 @@ class Call:
     released: Sequence[str] = ()
 
     def parts(self) -> tuple[dict[str, Any], bytes]:
-        """What other ranks are sent too, and what is this rank's own, pickled: no code of the user's is in it."""
+        """Return the fields that all ranks share, and this rank's own fields pickled (they contain no user code)."""
         common = self.__getstate__()
         own = ("kept", "pulls", "rows", "minibatch_sizes", "sample", "resume_from", "released")
         return common, pickle.dumps({name: common.pop(name) for name in own})
 
     @classmethod
     def of_parts(cls, common: Mapping[str, Any], own: bytes) -> Call:
-        """The call that `parts` took apart."""
+        """Return the call from the result of `parts`."""
         call = cls.__new__(cls)
         call.__setstate__({**common, **pickle.loads(own)})
         return call

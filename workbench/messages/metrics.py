@@ -1,4 +1,4 @@
-"""Metrics of a stage: they add up over micro-batches and ranks."""
+"""Metrics of a stage, which can be merged over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Mean:
     count: float
 
     def merge(self, other: Mean) -> Mean:
-        """The mean over the samples of both."""
+        """Return the mean over the samples of both metrics."""
         return Mean(total=self.total + other.total, count=self.count + other.count)
 
     @property
     def value(self) -> float:
-        """The mean; NaN over nothing."""
+        """The mean; NaN without samples."""
         return self.total / self.count if self.count else float("nan")
 
 
@@ -37,20 +37,20 @@ class Max:
     value: float
 
     def merge(self, other: Max) -> Max:
-        """The larger of both."""
+        """Return the larger of both maxima."""
         return Max(value=max(self.value, other.value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSize:
-    """A metric that is an effective sample size, as a share of the samples; of their weights the sums of w and w^2."""
+    """An effective sample size, as a share of the samples. total, squares: the sums of their weights w, and of w^2."""
 
     total: float
     squares: float
     count: float
 
     def merge(self, other: SampleSize) -> SampleSize:
-        """The sums over the samples of both."""
+        """Return the effective sample size over the samples of both metrics."""
         return SampleSize(
             total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
         )
@@ -63,13 +63,13 @@ class SampleSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A metric that is half the width of the 95 % interval of a mean over samples in clusters, by number of the cluster
-    its samples' sum and count."""
+    """A metric that is half the width of the 95 % interval of a mean over samples in clusters. clusters: (sum, count)
+    of the samples of each cluster, by the cluster's number."""
 
     clusters: Mapping[int, tuple[float, float]]
 
     def merge(self, other: Interval) -> Interval:
-        """The interval over the samples of both."""
+        """Return the interval over the samples of both metrics."""
         found = dict(self.clusters)
         for name, (total, count) in other.clusters.items():
             total_before, count_before = found.get(name, (0.0, 0.0))
@@ -95,14 +95,14 @@ def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
 
 
 def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Their values by name; a mean of nothing, as of an update all of whose rows were skipped, and the interval of one
-    cluster are not numbers and are left out."""
+    """Return the metrics' values by name. Leaves out values that are NaN: a mean without samples, as after an update
+    that skipped all its rows, and the interval of fewer than two clusters."""
     values = {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
     return {name: v for name, v in values.items() if not (isinstance(metrics[name], Interval) and math.isnan(v))}
 
 
 def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
-    """Metrics of an operation, a plain number as the mean over ranks; `StageError` naming a value that is none."""
+    """Return an operation's metrics, plain numbers as a `Mean` over ranks. Raises `StageError` for other values."""
     if not isinstance(given, Mapping):
         raise StageError(f"its metrics are a {type(given).__name__}", "metrics are a dict", 'metrics={"name": 1.0}')
     metrics: Metrics = {}

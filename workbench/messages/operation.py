@@ -1,4 +1,4 @@
-"""`@register(protocol)`: makes a worker's method an operation of its worker group."""
+"""`@register(protocol)` turns a worker's method into an operation of its worker group."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Operation:
     """A worker's method and how to call it on all ranks.
 
-    reads: columns that it needs (and that travel), or a function of the arguments that names them.
-    optional: columns that travel if they are there, or such a function; "all text" among them, or instead of them:
-    every column of Python objects.
-    writes: columns that it adds, or such a function.
-    minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
-    updates: takes optimizer steps, so its minibatches must be equally large. One that has "valid" among `optional` says
-    that it leaves out rows that are not valid (`Shard.valid_mask`); others refuse a batch with such rows.
-    generates: asks something of the generation engine, which other operations send to sleep where roles share memory.
-    samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
-    range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
-    check_model: raises for arguments that do not suit the role's model, given second. check_columns: for a batch whose
-    columns have the names given third. Both are asked before anything is done, by an algorithm as well.
-    by_hand: whether a call with these arguments makes columns that comparisons take as given, as if they had been put.
+    reads: columns that the operation needs, or a function of the arguments that returns their names.
+    optional: columns that are sent if the batch has them, or such a function; "all text" in place of them or among them
+    means every column of Python objects. writes: columns that the operation adds, or such a function.
+    minibatched: rows are distributed minibatch by minibatch, see `Training.minibatches`.
+    updates: takes optimizer steps, so its minibatches must be equally large. With "valid" among `optional` the
+    operation declares that it skips invalid rows (`Shard.valid_mask`); without, a batch with invalid rows is refused.
+    generates: uses the generation engine. Other operations put the engine to sleep where roles share memory.
+    samples: the argument `samples` repeats every row that many times. check: raises for arguments that are out of
+    range. `reads`, `optional`, `writes` and `check` are given all arguments by name, with defaults filled in.
+    check_model(arguments, model): raises for arguments that do not suit the role's model. check_columns(arguments,
+    model, names): raises for a batch with these columns. Both are called before any work, by algorithms as well.
+    by_hand: whether a call with these arguments makes columns that comparisons treat like columns put by hand.
     """
 
     name: str
@@ -70,30 +69,30 @@ class Operation:
 
     @property
     def counts_all_rows(self) -> bool:
-        """Whether it learns from each row that it is given, also from one that is not valid."""
+        """Whether the operation learns from every row of its batch, also from invalid rows."""
         assert not callable(self.optional), "its arguments have to be given first"
         return self.updates and self.takes_batch and "valid" not in self.optional
 
     def needed(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """The columns that it reads with these arguments."""
+        """Return the columns that the operation reads with these arguments."""
         return self.reads(arguments) if callable(self.reads) else self.reads
 
     def written(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """The columns that it adds with these arguments."""
+        """Return the columns that the operation adds with these arguments."""
         return self.writes(arguments) if callable(self.writes) else self.writes
 
     def given(self, arguments: Mapping[str, Any]) -> Operation:
-        """This operation with `optional` said for these arguments."""
+        """Return this operation with `optional` evaluated for these arguments."""
         return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
 
     def awaited(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
-        """Columns of a batch that have to be there before `travelling` can be said."""
+        """Return the columns of a batch that must be computed before `travelling` is known."""
         assert not callable(self.optional)
         more = batch.unknown_names if ALL_TEXT in self.optional else ()
         return (*self.travelling(needed, batch), *more)
 
     def travelling(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
-        """All columns of a batch that go to the ranks."""
+        """Return all columns of a batch that are sent to the ranks."""
         assert not callable(self.optional), "its arguments have to be given first"
         more = batch.text_names if ALL_TEXT in self.optional else ()
         asked = (*self.optional, "valid") if self.counts_all_rows else self.optional
@@ -120,14 +119,13 @@ def register(
     check_columns: CheckColumns | None = None,
     by_hand: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[F], F]:
-    """Bind a protocol, itself or by name, to a worker's method.
+    """Bind a protocol, given as an object or by name, to a worker's method.
 
     A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
-    `Operation`. Arguments are checked against their annotations, constraints of pydantic such as
-    `Annotated[int, Field(ge=1)]` among them, and kept as in settings: numbers of numpy become Python's, a list becomes
-    a tuple. Where the protocol has `values_per_rank`, they are lists of such values. `timeout_s` and, where the
-    operation draws samples,
-    `samples` are the controller's.
+    `Operation`. Arguments are checked against their annotations (including pydantic constraints such as
+    `Annotated[int, Field(ge=1)]`) and normalized as in settings: NumPy numbers become Python numbers, a list becomes a
+    tuple. Where the protocol has `values_per_rank`, each argument is a list of such values. The controller handles
+    `timeout_s` and, for operations that draw samples, `samples`.
     """
 
     if isinstance(protocol, str):
@@ -177,13 +175,13 @@ def operations(worker_class: type) -> dict[str, Operation]:
 
 
 def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The annotations of the arguments that have names of their own."""
+    """Return the annotations of all arguments but *args and **kwargs."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in signature.parameters.items() if parameter.kind not in several]
     return {name: hint for name, hint in hints_of(method).items() if name in named}
 
 
-# Most stages of models: replicas share the rows of each minibatch. An update takes optimizer steps.
+# For most stages of models: replicas share the rows of each minibatch. An update takes optimizer steps.
 row_stage = partial(register, THREE_D_PROTO, minibatched=True)
 update_stage = partial(row_stage, updates=True)
 
@@ -191,9 +189,9 @@ update_stage = partial(row_stage, updates=True)
 def checked_arguments(
     operation: Operation, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All arguments by name, defaults filled in; `BadInput` for what the operation does not take.
+    """Return all arguments by name, with defaults filled in. Raises `BadInput` for arguments that are not accepted.
 
-    The batch and `samples`, which the controller takes out, are not among them.
+    The batch and `samples` are not among them, because the controller has removed them.
     """
     parameters = list(operation.signature.parameters.values())
     if operation.takes_batch:

@@ -1,4 +1,4 @@
-"""Transfer protocols: how a batch is cut for the ranks of a group, and how their outputs become one result again.
+"""Transfer protocols: how a batch is distributed to the ranks of a group, and how their outputs become one result.
 
 HybridFlow, section 4.1, table 3. A protocol is a pair: `distribute` says which rows each rank gets, `collect` which
 ranks' outputs make the result. Both see only row numbers and the layout; the tensors go from host to host.
@@ -19,13 +19,13 @@ from workbench.support.checked_calls import checked_call
 
 @dataclass(frozen=True, kw_only=True)
 class TransferProtocol:
-    """How one operation meets a layout.
+    """How an operation's batch is distributed over a layout, and how the outputs are collected.
 
-    distribute(layout, minibatches): for each rank, the row numbers of its part of each minibatch, given those of the
-        whole.
-    collect(layout): the ranks whose outputs make the result.
-    joins: the result is a batch, the output rows of the collected ranks joined; else a list of what they returned.
-    values_per_rank: arguments that are no batch come as lists, one entry a rank.
+    distribute(layout, minibatches): returns for each rank the row numbers of its part of each minibatch. minibatches:
+        the row numbers of each whole minibatch.
+    collect(layout): returns the ranks whose outputs make the result.
+    joins: the result is a batch of the collected ranks' output rows; else a list of the values that they returned.
+    values_per_rank: arguments other than the batch are lists with one entry per rank.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TransferProtocol:
     values_per_rank: bool = False
 
     def deal(self, layout: Layout, minibatches: Chunks, operation: str) -> list[Chunks]:
-        """What `distribute` gives, checked: a list for each rank, of one array of row numbers a minibatch."""
+        """Return the checked result of `distribute`: for each rank, one array of row numbers per minibatch."""
         rows = sum(map(len, minibatches))
         try:
             given = self.distribute(layout, minibatches)
@@ -68,7 +68,7 @@ class TransferProtocol:
         return dealt
 
     def gather(self, layout: Layout, dealt: list[Chunks], rows: int, operation: str) -> list[int]:
-        """What `collect` gives, checked: ranks of the layout that, where they are joined, hold each of `rows` once."""
+        """Return the checked result of `collect`: ranks. With `joins`, they hold each row of the batch exactly once."""
         ranks = list(self.collect(layout))
         if not ranks or not all(0 <= rank < layout.size for rank in ranks):
             raise BadInput(
@@ -86,7 +86,7 @@ class TransferProtocol:
 
 
 def split_over(part_of: Callable[[Layout, int], int], parts: Callable[[Layout], int]) -> Callable[..., list[Chunks]]:
-    """A `distribute`: every minibatch in `parts(layout)` nearly equal parts; rank r gets part `part_of(layout, r)`."""
+    """Return a `distribute` that makes `parts(layout)` nearly equal parts; rank r gets part `part_of(layout, r)`."""
 
     def distribute(layout: Layout, minibatches: Chunks) -> list[Chunks]:
         shares = [np.array_split(rows, parts(layout)) for rows in minibatches]
@@ -96,12 +96,12 @@ def split_over(part_of: Callable[[Layout, int], int], parts: Callable[[Layout], 
 
 
 def to_all(layout: Layout, minibatches: Chunks) -> list[Chunks]:
-    """A `distribute`: every rank gets every row."""
+    """A `distribute` that gives every row to every rank."""
     return [minibatches for _ in range(layout.size)]
 
 
 def all_ranks(layout: Layout) -> list[int]:
-    """A `collect`: every rank, in order."""
+    """A `collect` that returns every rank, in order."""
     return list(range(layout.size))
 
 
@@ -111,7 +111,7 @@ def _micro_replica(layout: Layout, rank: int) -> int:
 
 
 def _one_of_each_micro_replica(layout: Layout) -> list[int]:
-    """The lowest rank of every generation replica: its first stage, tensor rank 0."""
+    """Return the lowest rank of every generation replica: its first stage, tensor rank 0."""
     lowest: dict[int, int] = {}
     for rank in range(layout.size):
         lowest.setdefault(_micro_replica(layout, rank), rank)
@@ -146,10 +146,10 @@ ALL_TO_ALL = TransferProtocol(
     name="ALL_TO_ALL", distribute=to_all, collect=all_ranks, joins=False, values_per_rank=True
 )
 
-# rows as for training, and what every rank says, for operations that look at the ranks themselves
+# rows as for training, and the value of every rank: for operations that inspect the ranks themselves
 VALUES_OF_RANKS = TransferProtocol(name="VALUES_OF_RANKS", distribute=_over_replicas, collect=all_ranks, joins=False)
 
-# by the paper's names
+# the protocols by the paper's names
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (ONE_TO_ALL, THREE_D_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
@@ -164,11 +164,11 @@ def protocol(
     collect: Callable[[Layout], list[int]] = all_ranks,
     joins: bool = True,
 ) -> TransferProtocol:
-    """Add a protocol, to be named in `@register(...)`; a protocol of one's own is replaced by a new one of its name.
+    """Add a protocol, to be named in `@register(...)`. A new protocol replaces a user's protocol of the same name.
 
         wb.protocol("LAST_STAGE", collect=lambda layout: [layout.size - 1])
 
-    distribute, collect, joins: as in `TransferProtocol`; default: every row to every rank, outputs of all ranks.
+    distribute, collect, joins: as in `TransferProtocol`; default: every rank gets every row, all outputs are collected.
     """
     if not name.isidentifier():
         raise BadInput(f"protocol name {name!r}", "must be a plain identifier")

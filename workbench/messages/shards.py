@@ -1,4 +1,4 @@
-"""What a worker sees of a batch."""
+"""A shard: a worker's part of a batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from workbench.batches.schema import COUNTING
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a worker gets of a batch: its columns' rows, and their numbers in the whole batch.
+    """A worker's part of a batch. columns: its rows. rows: the rows' numbers in the whole batch [rows].
 
-    minibatch_sizes: rows of each minibatch, in order; they add up to len(rows).
-    sample: for operations that draw samples, how many equal rows come before each in the whole batch [rows].
-    meta: what the batch carries along, and this stage's `seed` (a tuple of integers).
+    minibatch_sizes: the number of rows of each minibatch, in order; they add up to len(rows).
+    sample: for operations that draw samples, the number of equal rows before each row in the whole batch [rows].
+    meta: the batch's meta, and this stage's `seed` (a tuple of integers).
     """
 
     columns: Table
@@ -34,8 +34,8 @@ class Shard:
 
     @property
     def valid(self) -> Tensor:
-        """Which rows count, [rows]: not those that failed or have no baseline, see `COUNTING` in
-        `workbench.batches.schema`. A shard without these columns has no such row."""
+        """Which rows count, bool [rows]: rows that failed or have no baseline do not, see `COUNTING` in
+        `workbench.batches.schema`. In a shard without these columns all rows count."""
         found = torch.ones(len(self), dtype=torch.bool)
         for name in COUNTING:
             if name in self.columns:
@@ -44,7 +44,7 @@ class Shard:
 
     @property
     def valid_mask(self) -> Ragged:
-        """The response mask without the tokens of rows that do not count: what advantages and losses are over."""
+        """The response mask without the tokens of rows that do not count: the tokens of advantages and losses."""
         mask = self.ragged("response_mask")
         if not set(COUNTING) & self.columns.keys():
             return mask
@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def invalid_rows(self) -> frozenset[int]:
-        """Those that do not count, by their place in the shard."""
+        """The rows that do not count, by their position in the shard."""
         return frozenset((~self.valid).nonzero()[:, 0].tolist())
 
     def ragged(self, name: str) -> Ragged:

@@ -1,4 +1,4 @@
-"""How prompts become a chat: the system prompt, tools, arguments of the template, and how the answer begins."""
+"""`ChatFormat`: how prompts become a chat, with system prompt, tools, template arguments and an answer's prefill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYSTEM = Rule("a text, or None for no system prompt", 'write system="Be brief."'
 TOOLS = Rule("a list of functions or of JSON schemas", "write tools=[add]")
 ARGUMENTS = Rule("variables of the chat template by name", 'write arguments={"enable_thinking": False}')
 PREFILL = Rule("the text with which each answer begins", 'write prefill="<think>"')
-# what the template is given in other ways
+# variables that the template gets in other ways
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
          "chat_template")  # fmt: skip
 
@@ -35,15 +35,15 @@ class ChatFormat:
     """How rows become a chat, for prompts, demonstrations and pairs alike: `prompts={"source": ..., "chat":
     wb.ChatFormat(system="Answer with a number.")}`, `lab.demonstrations(rows, chat=wb.ChatFormat(...))`.
 
-    system: a system message before each conversation that has none of its own.
-    tools: functions, or JSON schemas, that the chat template shows to the model. To have calls carried out, see
+    system: a system message for each conversation without one.
+    tools: functions, or JSON schemas, that the chat template shows to the model. To have calls executed, see
     `wb.Tools`. arguments: variables of the chat template, such as {"enable_thinking": False}.
-    prefill: how each answer begins. It is part of the prompt: `response` is what comes behind it, and an answer of a
-    data set that begins with it is taken from there on.
+    prefill: the text with which each answer begins. It is part of the prompt: `response` is the text after it, and a
+    data set's answers that begin with it lose it.
 
-    Later turns of an environment, and prompts that an environment writes anew, as `wb.Tools` does, have the system
-    prompt, and neither `tools`, `arguments` nor `prefill`. Raises `BadInput` for
-    wrong values, and where it is used for what the chat template does not read: that would have no effect.
+    Later turns of an environment, and prompts that an environment rewrites, as `wb.Tools` does, have the system prompt,
+    but neither `tools`, `arguments` nor `prefill`. Raises `BadInput` for wrong values, and if used for something that
+    the chat template does not read and that would have no effect.
     """
 
     system: Annotated[str, Field(pattern=r"\S"), SYSTEM] | None = None
@@ -60,7 +60,7 @@ class ChatFormat:
         object.__setattr__(self, "tools", tuple(schema_of(tool) for tool in self.tools))
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise `BadInput` where the chat template would leave something of it out."""
+        """Raise `BadInput` if the chat template would ignore the system prompt, the tools or an argument."""
         if not tokenizer.chat_template:
             raise BadInput(
                 f"chat={shown(self)}", f"the tokenizer of {tokenizer.name_or_path!r} has no chat template",
@@ -82,34 +82,34 @@ class ChatFormat:
             )  # fmt: skip
 
     def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages of a prompt, the system prompt before them."""
+        """Return the messages of a prompt, with the system prompt first."""
         found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
         has_own = any(message["role"] == "system" for message in found)
         return found if self.system is None or has_own else [{"role": "system", "content": self.system}, *found]
 
     def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]]) -> str:
-        """What the model reads up to where the response begins."""
+        """Return the text that the model reads before its response."""
         messages = self.messages(prompt)
         return rendered(tokenizer, messages, tools=self.tools, arguments=self.arguments) + self.prefill  # type: ignore[arg-type]
 
 
 def with_row_tools(chat: Any, tools: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The `chat=` of a row that has tools of its own."""
+    """Return the `chat=` setting for a row with tools of its own."""
     if not tools or chat is False or not tokenizer.chat_template:
         return chat
     return replace(chat if isinstance(chat, ChatFormat) else ChatFormat(), tools=tools)
 
 
 Span = tuple[int, int, str]
-PLACE = "\u2042"  # no template writes it
+PLACE = "\u2042"  # a character that no template writes
 
 
 def written_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], name: str,
     chat: ChatFormat | None = None,
 ) -> WrittenTokens:  # fmt: skip
-    """The tokens of a prompt with who wrote them. prompt: a text, which went through the template if its ids say so, or
-    messages. Where the text behind the ids is not known, as of a tokenizer without offsets, the writer is "other"."""
+    """Return the tokens of a prompt with their writers. prompt: messages, or a text (`token_ids` shows whether it went
+    through the template). If the ids' text is unknown, as for a tokenizer without offsets, the writer is "other"."""
     chat = chat or ChatFormat()
     messages = chat.messages(prompt)
     tries = list[tuple[str, list[Span], list[int]]]()
@@ -141,8 +141,8 @@ def written_tokens(
 def _spans(
     tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Mapping[str, Any]], chat: ChatFormat
 ) -> list[Span]:
-    """Where the messages stand in what the template made of them: between what it writes around marks in their place,
-    which it may strip. None of those from where on it wrote something else around the marks."""
+    """Return where the messages stand in the rendered text. Renders marks in their place, and finds each message
+    (perhaps stripped) between the same surroundings. Stops at the first message whose surroundings differ."""
     said = [str(message.get("content") or "") for message in messages]
     marks = [f"{PLACE}{n}{PLACE}" for n in range(len(messages))]
     marked = chat.text(tokenizer, [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
@@ -162,8 +162,8 @@ def _spans(
 def template_doubts(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", unread: Collection[str] = ()
 ) -> list[str]:  # fmt: skip
-    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt. unread: what rows have that the
-    template leaves out."""
+    """Return a sentence for each doubt about the chat template and the tokenizer, with a remedy. prompt_ids, text: of
+    one prompt. unread: parts of rows that the template ignores."""
     ends = differing_ends(tokenizer), _end(tokenizer)
     left = (
         f"the model does not see {', '.join(map(repr, sorted(unread)))} of rows, which the chat template of "
@@ -175,7 +175,7 @@ def template_doubts(
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Whether the end that the template writes behind a turn is a text at which generation does not stop."""
+    """Return a warning if the template ends a turn with a text at which generation does not stop; else ""."""
     behind = behind_turn(tokenizer).strip()
     if not behind or any(behind.startswith(token) for token in special_tokens(tokenizer)):
         return ""
@@ -196,7 +196,7 @@ def _bos(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
 
 
 def _trip(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Whether a text becomes another one as token ids. A space at its ends may be lost."""
+    """Return a warning if tokenizing and decoding changes a text; else "". Spaces at its ends may be lost."""
     if not text:
         return ""
     back = str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False, verbose=False)))

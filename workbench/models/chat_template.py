@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a model, so that they are rendered with a time limit."""
+"""Renders chat templates, with a time limit, because they are programs that come with a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 ROLES = ("system", "user", "assistant", "tool")
-_PLAIN = ("role", "content", "name", "tool_call_id")  # what a message says, and whose it is
+_PLAIN = ("role", "content", "name", "tool_call_id")  # keys that `unread` does not check
 
 
 def rendered(
@@ -27,12 +27,12 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] = (),
     arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """A conversation as the tokenizer's chat template writes it, up to where the assistant's next turn begins.
+    """Return a conversation as the tokenizer's chat template writes it, up to the start of the assistant's next turn.
 
-    next_turn: whether that turn's head is written. tools: JSON schemas of functions that the assistant may call.
+    next_turn: whether to include the head of that turn. tools: JSON schemas of functions that the assistant may call.
     arguments: further variables of the template.
 
-    Raises `BadInput` where the template raises, or takes more than ten seconds.
+    Raises `BadInput` if the template raises, or takes more than ten seconds.
     """
     name = tokenizer.name_or_path
     try:
@@ -52,7 +52,7 @@ def rendered(
             "a template writes a conversation in less than a millisecond",
             "look at chat_template in the model's folder: it may loop; or set tokenizer.chat_template",
         ) from None
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         words = f"{type(error).__name__}: {unmarked(said(error, 400))}"
         raise BadInput(
             f"messages {unmarked(shown(messages, 80))}", f"the chat template of {name!r} refuses them: {words}",
@@ -61,15 +61,15 @@ def rendered(
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Whether the chat template has a variable, or a text, of that name."""
+    """Whether the chat template contains a name, as a variable or in a text."""
     template = tokenizer.chat_template
     text = template if isinstance(template, str) else " ".join((template or {}).values())
     return re.search(rf"\b{re.escape(name)}\b", text) is not None
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]], tools: Sequence[Any]) -> set[str]:
-    """What messages have beside role and content, and "tools" where there are some, that the chat template leaves out.
-    Raises `BadInput` for a role that it does not know, and would write as it stands."""
+    """Return the further keys of messages, and "tools" if there are tools, that the chat template ignores. Raises
+    `BadInput` for a role that the template does not know, but would write unchanged."""
     there = {"tools"} if tools else set[str]()
     for message in messages:
         there |= {key for key, value in message.items() if value and key not in _PLAIN}

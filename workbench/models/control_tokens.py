@@ -1,8 +1,8 @@
-"""Control tokens in texts of data: `<|im_end|>` in a user's message is text, and no end of a turn.
+"""Keeps control tokens in data as text: `<|im_end|>` in a user's message does not end the turn.
 
-`as_text` puts a mark into each control token that a text spells, before the chat template writes the conversation;
-`encoded` tokenizes what stands between marks. So the only control tokens are those that the template writes, whatever
-the tokenizer does with special tokens, and decoding gives the text back.
+`as_text` puts a mark into each control token that a text spells, before the chat template renders the conversation;
+`encoded` tokenizes the pieces between marks. So only the template writes control tokens, however the tokenizer treats
+special tokens, and decoding gives the text back.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ufdd0"  # stands for no character
-_BEFORE = "\n"  # a piece is read behind it, since some tokenizers put a space before what begins a text
-_finders: WeakKeyDictionary[Any, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()  # with how many tokens there were
+MARK = "\ufdd0"  # a code point that is no character
+_BEFORE = "\n"  # put before each piece, because some tokenizers put a space before the beginning of a text
+_finders: WeakKeyDictionary[Any, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()  # with the tokenizer's size then
 
 Value = TypeVar("Value")
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Special tokens in the order of their ids, those without a role (repository name, reserved, ...) among them."""
+    """Return all special tokens in the order of their ids, also tokens without a role (repository name, ...)."""
     added: Iterable[tuple[int, Any]] = sorted(tokenizer.added_tokens_decoder.items())
     return [token.content for _, token in added if token.special]
 
 
 def _finder(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the first character of each control token."""
+    """Return a pattern that matches the first character of each control token."""
     size, found = _finders.get(tokenizer, (-1, re.compile("")))
     if size != len(tokenizer):
         begun = dict[str, list[str]]()
@@ -41,7 +41,7 @@ def _finder(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
-    """A value of lists and mappings, with a mark in each control token that its texts spell, names in mappings too."""
+    """Return a value of lists and mappings with a mark in each control token that its texts and keys spell."""
     finder = _finder(tokenizer)
 
     def marked(one: Any) -> Any:
@@ -57,19 +57,19 @@ def as_text(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
 
 
 def unmarked(message: str) -> str:
-    """A message without marks, also as Python writes them in quotes."""
+    """Return a message without marks, also without marks that `repr` escaped."""
     return message.replace(MARK, "").replace(ascii(MARK)[1:-1], "")
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text in which marks may stand. How long it may be, the caller knows."""
+    """Return the token ids of a text that may contain marks. The caller checks the length."""
     if MARK not in text:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return [token for token, _, _ in placed(tokenizer, text)]
 
 
 def placed(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int, int]]:
-    """The tokens of a text in which marks may stand, each with where it begins and ends in the text without them."""
+    """Return (token id, start, end) for a text that may contain marks; start and end count without the marks."""
 
     def read(text: str, at: int) -> list[tuple[int, int, int]]:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
@@ -81,7 +81,7 @@ def placed(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int
     before = [token for token, _, _ in read(_BEFORE, 0)] if rest else []
     for piece in filter(None, rest):
         more = read(_BEFORE + piece, at - len(_BEFORE))
-        apart = [token for token, _, _ in more[: len(before)]] == before  # else one token has both
+        apart = [token for token, _, _ in more[: len(before)]] == before  # False: a token spans both
         tokens += more[len(before) :] if apart else read(piece, at)
         at += len(piece)
     return tokens

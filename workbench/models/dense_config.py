@@ -1,4 +1,4 @@
-"""The config of a dense decoder as plans need it: shapes, read without transformers, whose import takes seconds."""
+"""The config of a dense decoder for plans: weight shapes, without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LLAMAS = {
     "llama-70b": (8192, 28672, 80, 64, 8, 32000),
 }
 SIZES = tuple(_LLAMAS)
-# what says that there is more to a model than the fields below
+# entries of a config that show that the fields below do not describe the model completely
 BEYOND = {"text_config", "quantization_config", "auto_map"}
 
 
 @settings()
 class DenseConfig:
-    """The fields of a Llama, Qwen2 or Qwen3 config that decide its weights, under transformers' names. head_dim: None:
-    the hidden size over the heads."""
+    """The fields of a Llama, Qwen2 or Qwen3 config that decide its weights, under transformers' names. head_dim: None
+    means hidden size / heads."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -55,7 +55,7 @@ class DenseConfig:
         return repr(self)
 
     def shapes(self, *, lm_head: bool) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight, by transformers' names and in its order; a tied output head has no weight."""
+        """Return each weight's shape, by transformers' names and in its order; a tied output head has no weight."""
         hidden, inner = self.hidden_size, self.intermediate_size
         head = self.head_dim or hidden // self.num_attention_heads
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
@@ -85,8 +85,8 @@ class DenseConfig:
 
 
 def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
-    """Of a size preset, or a model as `loading.read_config`, which reads what is not plainly a dense decoder, and says
-    what is wrong with it. Raises `ModelUnavailable`."""
+    """Return the config of a size preset or a model. `loading.read_config` reads models that are no plain dense
+    decoder, and reports wrong configs. Raises `ModelUnavailable`."""
     if str(name) in _LLAMAS:
         hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(name)]
         return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
@@ -104,7 +104,7 @@ def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
 
 
 def _dense(values: Any) -> DenseConfig | None:
-    """None for another family, and where transformers has a default of its own for a field that is missing."""
+    """Return a `DenseConfig`; None for other families, and if transformers has its own default for a missing field."""
     if not isinstance(values, dict) or values.keys() & BEYOND or "model_type" not in values:
         return None
     if values["model_type"] == "qwen3" and not values.get("head_dim"):

@@ -1,8 +1,8 @@
-"""Models with the head that a role needs: log-probabilities of tokens, or one value a token.
+"""Models with the head that a role needs: log-probabilities of tokens, or one value per token.
 
-Both compute only what is needed: the backbone runs on sequences packed end to end, the head on the given positions. A
-model that cannot run packs (see `packing.use_packing`) gets its sequences padded, and says why. Shapes: S sequences, T
-tokens of all of them together, N positions, V vocabulary.
+The backbone runs on sequences packed end to end, the head only on the given positions. A model that cannot run packs
+(see `packing.use_packing`) gets padded sequences, and reports the reason. Shapes: S sequences, T tokens in all
+sequences together, N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
+from workbench.models.loading import SAVED_HEADS, load_backbone
 from workbench.models.logits import ChosenLogProbs, ScalarHead, TokenSets, compute_in_float32
 from workbench.models.packing import Pack, run_packed, tried_once, use_packing
+from workbench.models.resolve import resolve
 from workbench.models.tensor_parallel import VocabularyParallelHead
 
 if TYPE_CHECKING:
@@ -28,27 +30,25 @@ if TYPE_CHECKING:
 
 HeadInit = Literal["zero", "normal"]
 
-# Rows of logits that live at the same time: enough for full speed, little memory (512 x 49,152 x 4 bytes = 100 MB each
-# copy, of which a backward pass holds about four).
+# Rows of logits in memory at the same time: enough for full speed, with little memory (512 x 49,152 x 4 bytes = 100 MB
+# per copy; a backward pass holds about four copies).
 ROWS_PER_CALL = 512
-# Names under which a scalar head is saved: transformers' sequence classification, other reward models, TRL's values.
-SAVED_HEADS = ("score", "value_head", "v_head.summary")
 
 
 class LogitsReader(Protocol):
-    """What is asked of the distribution over the vocabulary at each position, where one log-probability is not enough.
+    """Computes numbers from the distribution over the vocabulary at each position, if a log-probability is not enough.
 
-    width: how many numbers a position.
+    width: how many numbers it returns per position.
     """
 
     width: int
 
     def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
-        """[n, width] from log softmax(logits / temperature) [n, V], fp32, of consecutive positions among the N."""
+        """Return [n, width] from log softmax(logits / temperature) [n, V], fp32. positions: which n of the N."""
 
 
 def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, attention_mask, position_ids), each int64 [B, T], of sequences of token ids padded on the right."""
+    """Return (input_ids, attention_mask, position_ids), each int64 [B, T], of token ids padded on the right."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=sequences[0].device)
     input_ids = nn.utils.rnn.pad_sequence([s.long() for s in sequences], batch_first=True, padding_value=pad_id)
     attention_mask = (torch.arange(input_ids.shape[1], device=lengths.device) < lengths[:, None]).long()
@@ -57,25 +57,25 @@ def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor,
 
 
 class PackedModule(nn.Module):
-    """A module that a role trains or runs, on sequences packed end to end: `read(hidden_states(...), ...)`, whose two
-    halves may run on different ranks.
+    """A module that a role trains or runs on packed sequences: `read(hidden_states(...), ...)`; the two calls may run
+    on different ranks.
 
-    padded_because: why its model gets padded sequences; None: it runs packs.
+    padded_because: why the model gets padded sequences; None: it runs packs.
     """
 
     padded_because: str | None
 
     def get_backbone(self) -> PreTrainedModel:
-        """The layers below the head."""
+        """Return the layers below the head."""
         raise NotImplementedError
 
     def hidden_states(
         self, input_ids: Tensor, lengths: Sequence[int], after: Sequence[int] = (), received: Tensor | None = None
     ) -> Tensor:
-        """The backbone's last hidden states [T, hidden] of sequences of these `lengths` end to end, [T] tokens.
+        """Return the backbone's last hidden states [T, hidden] of packed token ids [T] with these `lengths`.
 
-        after: which of them continue which, see `Pack.of`; empty where the model runs padded. received: hidden states
-        [T, hidden] in place of embeddings, where the backbone's first layers are on other ranks.
+        after: which sequences continue which, see `Pack.of`; empty if the model runs padded. received: hidden states
+        [T, hidden] in place of embeddings, if the backbone's first layers are on other ranks.
         """
         if self.padded_because is None:
             return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device, after), received)
@@ -89,44 +89,44 @@ class PackedModule(nn.Module):
     def forward(
         self, input_ids: Tensor, lengths: Sequence[int], *read: Any, after: Sequence[int] = (), **asked: Any
     ) -> Any:
-        """What `read` gives of [T] tokens, S sequences of these `lengths` end to end. after: see `hidden_states`."""
+        """Return the result of `read` for packed token ids [T], S sequences of these `lengths`. See `hidden_states`."""
         return self.read(self.hidden_states(input_ids, lengths, after), *read, **asked)
 
     def read(self, hidden: Tensor, positions: Tensor, **asked: Any) -> Any:
-        """What the head gives at `positions` [N] of the T hidden states [T, hidden]."""
+        """Return the head's outputs at `positions` [N] of the hidden states [T, hidden]."""
         raise NotImplementedError
 
     def unread(self, positions: Tensor, **asked: Any) -> Any:
-        """Zeros in the shape of what `read` gives, for ranks that have no head."""
+        """Return zeros in the shape of the result of `read`, for ranks without the head."""
         raise NotImplementedError
 
     def expect(self, micro_batch_tokens: int) -> None:
-        """From now on `forward` gets at most so many tokens, on any rank."""
+        """Declare the largest number of tokens that `forward` will get on any rank from now on."""
 
     def describe(self) -> str:
-        """How sequences run through it: "packed", or "padded: " and why."""
+        """Return how sequences run: "packed", or "padded: " and the reason."""
         return "packed" if self.padded_because is None else f"padded: {self.padded_because}"
 
 
 def rows_of(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [T, hidden] at positions [N], some of them more than once, whose gradients are summed: on a GPU in
-    one order, as the ranks of a tensor group must have the same bits."""
+    """Return the hidden states [T, hidden] at positions [N]. Positions may repeat; their gradients are summed, on a GPU
+    in a fixed order, because the ranks of a tensor group need the same bits."""
     return hidden[positions] if hidden.is_cuda else hidden.index_select(0, positions)
 
 
 class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
-    The head runs in ceil(N / 512) calls, and only the logits of one call are in memory, also in the backward pass,
-    which recomputes them. Cutting rows, and not the vocabulary with a running log-sum-exp, makes each log-probability
-    the result of one product and one softmax, and the head a module that is called whole. micro_batch_tokens: the
-    largest T that `forward` gets on any rank (larger works, with more memory), until `expect` changes it; None: 2048.
-    Where the head's weight is sharded over ranks (ZeRO stage 3) each call gathers it, so every rank must make equally
-    many: ceil(micro_batch_tokens / 512), for any N.
+    The head runs in ceil(N / 512) calls, with the logits of one call in memory, also in the backward pass, which
+    recomputes them. It cuts rows, not the vocabulary with a running log-sum-exp: so each log-probability is the result
+    of one product and one softmax, and the head is called as a whole module. micro_batch_tokens: the largest T that
+    `forward` gets on any rank, until `expect` changes it; a larger T needs more memory; None: 2048. If the head's
+    weight is sharded over ranks (ZeRO stage 3), each call gathers it, so every rank must make the same number of calls:
+    ceil(micro_batch_tokens / 512), for any N.
 
     float32_head: compute logits in fp32, see `compute_in_float32`.
-    aliases: for each weight all names that the model has for it: a tied head has two. vocabulary: the weights with a
-    row for each token. Both of the whole model, by transformers' names.
+    aliases: for each weight all names that the model has for it; a tied head has two. vocabulary: the weights with one
+    row per token. Both cover the whole model, by transformers' names.
 
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
@@ -160,12 +160,11 @@ class TokenLogProbs(PackedModule):
         with_hidden: bool = False,
         sets: TokenSets | None = None,
     ) -> Any:
-        """(log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, what it reads [N, width].
-        with_hidden: two more, the hidden states [N, hidden] at the positions, and `each_logits` for them.
+        """Return (log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, its result [N, width].
+        with_hidden: also return the hidden states [N, hidden] at the positions, and `each_logits` for them.
 
-        targets: [N]; the hidden state at `positions[n]` of the T predicts `targets[n]`, the token after it. sets: of
-        tokens that have a probability at each of the N; None: all have. Values with and without grad are equal to the
-        last bit.
+        targets: [N]; the hidden state at `positions[n]` predicts `targets[n]`, the next token. sets: for each position,
+        the tokens with a probability above 0; None: all tokens. Values with and without grad are bitwise equal.
         """
         if temperature <= 0:
             raise BadInput(
@@ -203,12 +202,12 @@ class TokenLogProbs(PackedModule):
         sets: TokenSets | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """What a function gives for logits / temperature [n, V], fp32, and the place of these n among the N hidden
-        states [N, hidden]: called for one part after another, and again in the backward pass.
+        """Return the concatenated results of function(logits / temperature [n, V] in fp32, slice of these n among the
+        N) for consecutive parts of the hidden states [N, hidden]. The function is called again in the backward pass.
 
-        autocast: in which the head computes. sets: of tokens that have a probability, see `read`; the logits of
-        others are `IMPOSSIBLE`. numbers [N]: which of the sets are those of the hidden states; None: all, in order. As
-        in `read`, each rank must call it equally often where the head's weight is sharded.
+        autocast: the dtype in which the head computes. sets: the tokens with a probability above 0, see `read`; other
+        logits become `IMPOSSIBLE`. numbers [N]: the index of each hidden state's set in `sets`; None: in order. As in
+        `read`, ranks must make the same number of calls if the head's weight is sharded.
         """
         calls = self._calls(len(hidden))
         cuts = hidden.tensor_split(calls)
@@ -239,7 +238,7 @@ class TokenLogProbs(PackedModule):
         if isinstance(head, VocabularyParallelHead):
             scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy, sets)
             return scored
-        # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
+        # Called as a module, because hooks that gather a sharded weight, and adapters, only act on module calls.
         return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy, sets))
 
     def _read(
@@ -258,23 +257,23 @@ class TokenLogProbs(PackedModule):
         return function(scaled if sets is None else sets.masked(scaled), places)
 
     def weight_names(self) -> dict[str, str]:
-        """Own parameter name -> transformers' name; tied weights once, and none of an adapter's."""
+        """Return own parameter name -> transformers' name; tied weights once, without an adapter's weights."""
         names = (name for name, _ in self.named_parameters() if ".lora_" not in name)
         return {name: name.removeprefix("model.").replace(".base_layer.", ".") for name in names}
 
 
 def _recomputed(function: Any, *args: Any) -> Any:
-    """A part of the head's work. Computing the logits again in the backward pass keeps [N, V] out of memory."""
+    """Call a function that is called again in the backward pass, so that no logits [N, V] stay in memory."""
     if torch.is_grad_enabled():
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return function(*args)
 
 
 class TokenValues(PackedModule):
-    """One scalar a token: a critic's value, a reward or cost model's score.
+    """One scalar per token: a critic's value, a reward or cost model's score.
 
     shift: subtracted from every value, not trained; saved as part of the head's bias. init: "zero" (a critic starts at
-    0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from `seed` and no other random state
+    0 everywhere) or "normal", with standard deviation 1/sqrt(hidden_size + 1), drawn only from `seed`
     (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
     """
 
@@ -295,14 +294,14 @@ class TokenValues(PackedModule):
         return self.backbone
 
     def read(self, hidden: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        """Values, fp32 [N]."""
+        """Return the values at `positions`, fp32 [N]."""
         return cast(Tensor, self.score(rows_of(hidden, positions))).squeeze(-1) - self.shift
 
     def unread(self, positions: Tensor) -> Tensor:  # type: ignore[override]
         return torch.zeros(len(positions), device=positions.device)
 
     def weight_names(self) -> dict[str, str]:
-        """Own parameter name -> transformers' name in a sequence classification model; tied weights once."""
+        """Return own parameter name -> transformers' name in a sequence classification model; tied weights once."""
         prefix = f"{self.backbone.base_model_prefix}."
         names = (name for name, _ in self.named_parameters())
         return {n: prefix + n.removeprefix("backbone.") if n.startswith("backbone.") else n for n in names}
@@ -315,13 +314,10 @@ def load_token_values(
     seed: int = 0,
     init: HeadInit = "zero",
 ) -> TokenValues:
-    """A `TokenValues` from a model name or folder, with the scalar head saved there, else one from `init` and `seed`.
+    """Load a `TokenValues` from a model name or folder, with its saved scalar head, else one from `init` and `seed`.
 
-    Raises `ModelUnavailable` when there is no such model, `BadInput` when its head gives more than one score.
+    Raises `ModelUnavailable` if there is no such model, `BadInput` if its head gives more than one score.
     """
-    from workbench.models import resolve
-    from workbench.models.loading import load_backbone
-
     folder = resolve(path)
     backbone = load_backbone(folder, dtype=dtype, device=device)
     module = TokenValues(backbone, backbone.config.get_text_config().hidden_size, init=init, seed=seed)
@@ -342,7 +338,7 @@ def load_token_values(
 
 
 def saved_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias or None) of the scalar head in a folder of weights; None when there is none."""
+    """Return (weight, bias or None) of the scalar head in a folder of weights; None without a scalar head."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
@@ -372,13 +368,21 @@ def _vocabulary(model: PreTrainedModel) -> frozenset[str]:
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    tokens = torch.arange(2, device=model.device)[None]
-    plain = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-    return torch.allclose(model(input_ids=tokens, use_cache=False).logits, plain, rtol=1e-3, atol=1e-3)
+    """Compare the model's logits with its head's, for hidden states so large that a cap on the logits shows."""
+    tokens, states = torch.arange(2, device=model.device)[None], list[Tensor]()
+
+    def enlarge(module: nn.Module, given: Any, output: Any) -> Any:
+        states.append(output.last_hidden_state.mul_(1e3 / output.last_hidden_state.abs().max()))
+        return output
+
+    with model.base_model.register_forward_hook(enlarge):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    plain = model.get_output_embeddings()(states[0])
+    return torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
 
 
 def _require_plain_head(model: PreTrainedModel) -> None:
-    """Some families scale or cap their logits after the head, which computing only the head would silently omit."""
+    """Raise `BadInput` for families that scale or cap logits after the head: only the head is computed here."""
     if not tried_once("plain head", model, _has_plain_head):
         raise BadInput(
             f"{type(model).__name__}",

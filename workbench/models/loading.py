@@ -1,4 +1,4 @@
-"""Load configurations, what they say a model can read, and models: evaluation mode, no dropout."""
+"""Loads configurations, a model's limits, and models (in evaluation mode, without dropout); saves models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+# Names under which a scalar head is saved: transformers' sequence classification, other reward models, TRL's values.
+SAVED_HEADS = ("score", "value_head", "v_head.summary")
+
+
 def load_config(name: str | Path) -> PreTrainedConfig:
-    """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie."""
+    """Load the model's configuration with every dropout at zero: in RL, dropout would distort probability ratios. A
+    router's logits, which only its auxiliary loss needs, are not asked for: no update has that loss."""
     config = _configuration(resolve(name))
     for key, value in config.to_dict().items():
+        if key == "output_router_logits":
+            config.output_router_logits = False
         # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, 0.0)
@@ -32,20 +39,20 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 
 
 def read_config(name: str | Path) -> PreTrainedConfig:
-    """The configuration alone, as written: of a model by name, of a folder, or a config file; no weights are fetched.
+    """Load an unchanged configuration by model name, from a folder or a config file, without fetching weights.
 
-    Raises `ModelUnavailable`, or `BadInput` for a file that is no model's configuration.
+    Raises `ModelUnavailable`, or `BadInput` for a file that is no model configuration.
     """
     return _configuration(config_file(name))
 
 
 def _configuration(place: Path) -> PreTrainedConfig:
-    """That of a folder or a config file. Python code that lies beside it is never run."""
+    """Load the configuration of a folder or a config file. Never runs Python code from the folder."""
     from transformers import AutoConfig
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except Exception as error:  # which kind depends on the family: each checks its own fields
+    except Exception as error:  # of any class: each family checks its own fields
         if "trust_remote_code" in str(error):
             raise BadInput(
                 f"the model {str(place)!r} brings Python code of its own",
@@ -58,37 +65,47 @@ def _configuration(place: Path) -> PreTrainedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """vocabulary: token ids that it knows, from 0. context: tokens of its longest sequence. None: not limited."""
+    """A model's limits. vocabulary: number of token ids. context: tokens of the longest sequence. None: no limit."""
 
     vocabulary: int | None = None
     context: int | None = None
 
     @classmethod
     def of(cls, name: str | Path) -> Limits:
-        """Those of a model by name or folder, from its configuration."""
+        """Return the limits of a model by name or folder, from its configuration."""
         config = load_config(name)
         return cls(vocabulary=int(config.get_text_config().vocab_size), context=longest_sequence(config))
 
 
 def longest_sequence(config: Any) -> int | None:
-    """The positions that a model was built for, stretched as its rotary embedding stretches them; None: no limit."""
+    """Return the number of positions a model supports, with its rotary embedding's scaling; None: no limit.
+
+    "dynamic" and "longrope" scale all rows of a call once one of them is longer than the original positions, so that a
+    row's numbers would depend on the other rows: only the original positions count.
+    """
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if positions is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    rope = rope_of(config)
+    if positions is None or rope.get("rope_type") not in ("linear", "longrope", "yarn"):
         return positions
-    before = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(before * (rope.get("factor") or 1)))
+    before: int = rope.get("original_max_position_embeddings") or positions
+    return before if rope["rope_type"] == "longrope" else max(positions, int(before * (rope.get("factor") or 1)))
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """Return the parameters of a model's rotary embedding; empty if it has none."""
+    text = config.get_text_config()
+    return getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
 
 
 def load_causal_lm(
     name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """The model with its output head, in evaluation mode.
+    """Load the model with its output head, in evaluation mode.
 
-    Raises `ModelUnavailable`, or `BadInput` for a checkpoint without some of the weights (transformers would fill them
-    with random numbers), or with others (it would leave them out). Weights may be mapped from the file, privately:
-    changing them never changes the file.
+    Raises `ModelUnavailable`, or `BadInput` for a checkpoint that lacks weights (transformers would fill them with
+    random numbers) or has additional weights (transformers would ignore them). Weights may be privately mapped from the
+    file: changing them never changes the file.
     """
     from transformers import AutoModelForCausalLM
 
@@ -98,7 +115,7 @@ def load_causal_lm(
 def load_backbone(
     name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """The model without a head, giving `last_hidden_state` [rows, tokens, hidden]. Errors as in `load_causal_lm`."""
+    """Load the model without a head: it gives `last_hidden_state` [rows, tokens, hidden]. See `load_causal_lm`."""
     from transformers import AutoModel
 
     return _load(AutoModel, name, dtype, device)
@@ -115,10 +132,10 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
                 dtype=dtype,
                 attn_implementation="sdpa",
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
                 trust_remote_code=False,
             )
-        except Exception as error:  # which kind depends on the family, and on the form of the weights
+        except Exception as error:  # of any class, depending on the family and the format of the weights
             if "memory" in str(error):
                 raise
             raise _unreadable(folder, error) from error
@@ -127,7 +144,7 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
 
 
 def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str) -> None:
-    """Raise `BadInput` unless a checkpoint had all weights of a model, in their shapes, and no others."""
+    """Raise `BadInput` unless a checkpoint has all weights of a model, in the right shapes, and no other weights."""
     kind = type(model).__name__
     if missing := sorted(report["missing_keys"]):
         raise BadInput(
@@ -141,6 +158,12 @@ def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str)
         raise BadInput(f"{what} has {len(others)} weights of other shapes than {kind}: {shapes}", *_OTHER_MODEL)
     if more := [key for key in sorted(report["unexpected_keys"]) if not _of_a_head(model, key)]:
         raise BadInput(f"{what} has {len(more)} weights that {kind} does not have: {more[0]!r}, ...", *_OTHER_MODEL)
+    if unknown := [key for key in sorted(report["unexpected_keys"]) if not _of_a_known_head(model, key)]:
+        raise BadInput(
+            f"{what} has a head that is not known: {unknown[0]!r}",
+            f"a scalar head is one layer, named {', '.join(SAVED_HEADS)}",
+            "rename it in the folder, or score with a function that loads the model",
+        )
 
 
 _OTHER_MODEL = (
@@ -150,9 +173,22 @@ _OTHER_MODEL = (
 
 
 def _of_a_head(model: PreTrainedModel, key: str) -> bool:
-    """Whether a weight is that of a head on top of the model, which a model without heads does without."""
+    """Whether a weight belongs to a head on top of a model without heads, so that the model does not need it."""
     inside = {name for name, _ in model.named_children()}
     return model.base_model is model and key.removeprefix(f"{model.base_model_prefix}.").split(".")[0] not in inside
+
+
+def _of_a_known_head(model: PreTrainedModel, key: str) -> bool:
+    """Whether a weight belongs to a scalar head, or to the head of the family's causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if key in (f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")):
+        return True
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(model.config)
+    return key.split(".")[0] in {name for name, _ in causal.named_children()} - {causal.base_model_prefix}
 
 
 def _unreadable(folder: Path, error: Exception) -> BadInput:
@@ -165,8 +201,8 @@ def _unreadable(folder: Path, error: Exception) -> BadInput:
 
 
 SHARD_GB = 5.0
-CARD = "README.md"  # where the hub looks for it
-# files of a model folder that training does not change: those of the tokenizer, and how the model likes to be sampled
+CARD = "README.md"  # the name by which the hub finds a model card
+# files of a model folder that training does not change: tokenizer files, and recommended sampling settings
 UNCHANGED = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
@@ -177,16 +213,16 @@ def write_model(
     folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool, card: str = "",
     shard_gb: float = SHARD_GB,
 ) -> None:  # fmt: skip
-    """Weights by transformers' names, with configuration and tokenizer of the model `name`, appear in `folder` at once.
-    card: a model card in Markdown, "" for none. shard_gb: of a safetensors file, in 1e9 bytes; more weights go into
-    several with an index, and one weight that is larger has a file of its own.
+    """Write weights by transformers' names, with configuration and tokenizer of the model `name`, to `folder`, which
+    appears atomically. card: a model card in Markdown, "" for none. shard_gb: the size of a safetensors file, in 1e9
+    bytes; larger models get several files with an index, and a larger weight gets a file of its own.
 
-    The files of `UNCHANGED` are copied, byte for byte; config.json differs in the dtype of the weights, and in what
-    follows from a head of one score.
+    The files of `UNCHANGED` are copied byte for byte; config.json differs in the dtype, and in the entries for a scalar
+    head.
 
-    scalar_head: it is a model with a head of one score, which transformers calls sequence classification. Its classes
-    read `score.weight` and drop the bias, which holds the level of the scores (the part that does not depend on the
-    tokens). So the configuration has it as well: logits + config.score_bias are the scores that `Model(path)` gives.
+    scalar_head: the model has a head of one score, which transformers calls sequence classification. transformers'
+    classes read `score.weight` and drop the bias, which holds the level of the scores (the part independent of the
+    tokens). So the configuration has the bias too: logits + config.score_bias are the scores of `Model(path)`.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -198,7 +234,7 @@ def write_model(
                 shutil.copyfile(path, part / path.relative_to(origin))
         config = json.loads((origin / "config.json").read_text())
         config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        for left_out in ("torch_dtype", "quantization_config"):  # the dtype's older name; the weights are whole
+        for left_out in ("torch_dtype", "quantization_config"):  # dtype's old key; our weights are not quantized
             config.pop(left_out, None)
         if scalar_head:
             config.update(_of_one_score(origin), score_bias=float(weights["score.bias"]))
@@ -209,7 +245,7 @@ def write_model(
 
 
 def _of_one_score(origin: Path) -> dict[str, Any]:
-    """The fields by which transformers makes a model of this family with a head of one score."""
+    """Return the config fields by which transformers makes a model of this family with a head of one score."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(origin, trust_remote_code=False)
@@ -220,7 +256,7 @@ def _of_one_score(origin: Path) -> dict[str, Any]:
 
 
 def level_outside(bias: float) -> str:
-    """What somebody must know who scores with transformers' class of a saved model whose head has this bias."""
+    """Return a note for users who score with transformers' class: it drops the saved head's bias."""
     return (
         f"transformers' sequence classification drops the head's bias: add config.score_bias = {bias:.6g} to its "
         "logits for the same scores (wb.Model reads it)"

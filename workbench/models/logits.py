@@ -1,5 +1,5 @@
-"""What output heads compute with: layers in fp32, log-probabilities of chosen tokens, and the sets of tokens that could
-be drawn where sampling left the others out (top-p, top-k, min-p)."""
+"""Parts of output heads: layers in fp32, log-probabilities of chosen tokens, and the sets of tokens that could be
+sampled under top-p, top-k or min-p."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from workbench.models.packing import to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The logit of a token that could not be drawn: its probability is exactly 0, and its products are finite.
+# The logit of a token that could not be sampled: its probability is exactly 0, and its products are finite.
 IMPOSSIBLE = -1e9
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSets:
-    """The sets of N positions, on the CPU. sizes [N]: tokens of each, 0: all tokens. ids: theirs, end to end."""
+    """The token sets of N positions, on the CPU. sizes [N]: tokens in each set; 0: all. ids: the sets, end to end."""
 
     ids: Tensor
     sizes: Tensor
 
     def tensor_split(self, parts: int) -> list[TokenSets]:
-        """The sets of `x.tensor_split(parts)`, for x [N, ...]."""
+        """Return the sets of the parts `x.tensor_split(parts)`, for x [N, ...]."""
         sizes = self.sizes.tensor_split(parts)
         ids = self.ids.split([int(part.sum()) for part in sizes])
         return [TokenSets(*pair) for pair in zip(ids, sizes, strict=True)]
 
     def take(self, numbers: Tensor) -> TokenSets:
-        """The sets of `x[numbers]`, for x [N, ...]."""
+        """Return the sets of `x[numbers]`, for x [N, ...]."""
         sizes, starts = self.sizes.long(), self.sizes.long().cumsum(0) - self.sizes.long()
         counts = sizes[numbers]
         firsts = torch.repeat_interleave(starts[numbers] - (counts.cumsum(0) - counts), counts)
         return TokenSets(self.ids[firsts + torch.arange(len(firsts))], self.sizes[numbers])
 
     def masked(self, logits: Tensor, start: int = 0) -> Tensor:
-        """Logits [N, count], of tokens [start, start + count), with `IMPOSSIBLE` in place of those outside the sets."""
+        """Return logits [N, count], of tokens [start, start + count), with `IMPOSSIBLE` for tokens outside the sets."""
         count = logits.shape[-1]
         row = torch.repeat_interleave(torch.arange(len(self.sizes)), self.sizes.long())
         column = self.ids.long() - start
@@ -52,11 +52,11 @@ class TokenSets:
 
 
 class ChosenLogProbs(torch.autograd.Function):
-    """(log softmax(logits / temperature) at `targets` [N], the entropy [N] or None), fp32, of logits [N, V]; with sets,
-    of the tokens in them.
+    """Compute (log softmax(logits / temperature) at `targets` [N], the entropy [N] or None), fp32, from logits [N, V];
+    with sets, over the tokens in them.
 
-    Its gradient is written into what the forward pass saved, where autograd would allocate a tensor of [N, V] for each
-    step of the formula:
+    The backward pass writes the gradient into the tensor that the forward pass saved; autograd would allocate a tensor
+    [N, V] for each step of the formula:
 
         d chosen / d logits = (onehot(target) - p) / temperature
         d entropy / d logits = -p (log p + entropy) / temperature
@@ -96,7 +96,7 @@ class ChosenLogProbs(torch.autograd.Function):
 
 
 def linear_in_float32(layer: Any, input: Tensor) -> Tensor:
-    """A linear layer in fp32, in whatever dtype its weights are stored and its input comes."""
+    """Compute a linear layer in fp32, whatever the dtypes of its weights and its input."""
     with torch.autocast(input.device.type, enabled=False):
         bias = None if layer.bias is None else layer.bias.float()
         return nn.functional.linear(input.float(), layer.weight.float(), bias)
@@ -110,7 +110,7 @@ class Float32Head(nn.Linear):
 
 
 class ScalarHead(Float32Head):
-    """As `Float32Head`, zero at first."""
+    """A `Float32Head` that is initialized with zeros."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -118,7 +118,7 @@ class ScalarHead(Float32Head):
 
 
 def compute_in_float32(model: PreTrainedModel) -> None:
-    """Let the output head of a causal language model compute in fp32."""
+    """Make the output head of a causal language model compute in fp32."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise BadInput(

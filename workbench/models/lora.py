@@ -1,5 +1,5 @@
 """Low-rank adapters on a frozen model, through peft: a linear layer computes W x + (alpha / rank) B A x, and only A and
-B are trained. B starts at zero, so at first the model with its adapter is the model without it.
+B are trained. B starts at zero, so that at first the adapter does not change the model.
 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1. Shapes: W [out, in], A [rank, in], B [out, rank].
 """
@@ -22,7 +22,7 @@ from workbench.support.validation import FINITE, SEQUENCE, PositiveFloat, Positi
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER = "default"  # the one adapter of a model, as peft calls it
+ADAPTER = "default"  # peft's name of a model's only adapter
 
 
 LayerNames = Annotated[
@@ -34,8 +34,8 @@ LayerNames = Annotated[
 class LoRA:
     """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
 
-    rank: of each change of a weight. alpha: the change is scaled by alpha / rank. targets: last parts of the names of
-    the linear layers that get one, such as ("q_proj", "v_proj"); None: all but the output head.
+    rank: the rank of each weight's change. alpha: the change is scaled by alpha / rank. targets: the last parts of the
+    names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all but the output head.
     """
 
     rank: PositiveInt = 16
@@ -48,9 +48,9 @@ class LoRA:
 
 
 def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
-    """Put an adapter into a causal language model, in place; from then on nothing else of it has gradients.
+    """Put an adapter into a causal language model, in place; then only the adapter has gradients.
 
-    A is drawn from `seed` and no other random state. Raises `BadInput` for targets that are not there.
+    A is drawn only from `seed`. Raises `BadInput` for targets that the model does not have.
     """
     from peft import LoraConfig
 
@@ -66,14 +66,14 @@ def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), lora_dropout=0.0, task_type="CAUSAL_LM"
     )  # type: ignore[arg-type, unused-ignore] # alpha may be a fraction
     with torch.random.fork_rng(devices=[]):
-        # the CPU generator alone, on which peft draws
+        # only the CPU generator, which peft uses
         torch.default_generator.manual_seed(seed)
         model.add_adapter(config, ADAPTER)
 
 
 @contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as it did before it got its adapter."""
+    """Inside the block, the model computes without its adapter."""
     model.disable_adapters()
     try:
         yield
@@ -82,30 +82,30 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Parameter name in `module` of each weight that an adapter changes -> peft's layer around it."""
-    # by attribute: a model without an adapter does not load peft
+    """Return parameter name in `module` -> peft's layer around it, for each weight that an adapter changes."""
+    # checks an attribute, not a class, so that a model without an adapter does not import peft
     layers = ((name, part) for name, part in module.named_modules() if hasattr(part, "get_delta_weight"))
     return {f"{name}.base_layer.weight": layer for name, layer in layers}
 
 
 @torch.no_grad()
 def merged_weight(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A of peft's layer, fp32; the layer stays as it is."""
+    """Return W + (alpha / rank) B A of peft's layer, fp32; the layer does not change."""
     weight: Tensor = layer.get_base_layer().weight.float() + layer.get_delta_weight(ADAPTER).float()
     return weight
 
 
 def adapter_names(module: nn.Module) -> dict[str, str]:
-    """Parameter name in `module` of each weight of an adapter -> its name in peft's files.
+    """Return parameter name in `module` -> name in peft's files, for each weight of an adapter.
 
-    The module holds the causal language model as its attribute `model`.
+    The module has the causal language model as its attribute `model`.
     """
     names = (name for name, _ in module.named_parameters() if ".lora_" in name)
     return {name: f"base_model.{name.replace(f'.{ADAPTER}.', '.')}" for name in names}
 
 
 def adapter_scales(module: nn.Module) -> dict[str, float]:
-    """Name in `module` of each layer with an adapter -> alpha / rank."""
+    """Return name in `module` -> alpha / rank, for each layer with an adapter."""
     return {
         name.removesuffix(".base_layer.weight"): float(layer.scaling[ADAPTER])
         for name, layer in adapted_layers(module).items()
@@ -113,7 +113,7 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
 
 
 def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    """A folder that `peft.PeftModel.from_pretrained(base, folder)` loads."""
+    """Write a folder that `peft.PeftModel.from_pretrained(base, folder)` can load."""
     from safetensors.torch import save_file
 
     with new_folder(folder, needed=sum(weight.nbytes for weight in weights.values())) as part:
@@ -122,7 +122,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrained
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Last parts of the names of the linear layers below the output head."""
+    """Return the last parts of the names of all linear layers but the output head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()

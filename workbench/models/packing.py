@@ -1,12 +1,12 @@
-"""Sequences of unequal length end to end in one row, without padding; no sequence sees another.
+"""Runs sequences of unequal length packed end to end in one row, without padding; they do not attend to each other.
 
-A sequence may continue another one of the pack, as the responses to one prompt do: it sees that one too, and the prompt
-is computed once for all of them.
+A sequence may continue another sequence of the pack, such as the responses to one prompt: it also attends to that
+sequence, and the prompt is computed once for all responses.
 
 transformers' models look up their attention function by name and pass on unknown arguments of their `forward`
-(https://huggingface.co/docs/transformers/attention_interface). Ours is one more name: given a `Pack` it computes
-attention inside each sequence, so nothing is quadratic in the pack's length; without one, as when the same model
-generates from padded prompts, it is transformers' SDPA.
+(https://huggingface.co/docs/transformers/attention_interface). We register one more function: given a `Pack`, it
+computes attention inside each sequence, so nothing is quadratic in the pack's length; without a pack, such as when the
+same model generates from padded prompts, it calls transformers' SDPA.
 
 Shapes: T tokens of all sequences together, S sequences, H heads, K key-value heads, D head size.
 """
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 NAME = "packed_sequences"
-# Layers whose mixing of tokens we are told of: "chunked_attention" shows in the mask alone, others are recurrent.
+# Layers that tell our function how tokens attend: "chunked_attention" shows only in the mask, others are recurrent.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# What some families add to the scores, which attention inside each sequence would lose.
+# Arguments by which some families change attention scores; our function does not support them.
 UNKNOWN_TO_US = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
 class Pack:
-    """The sequences of a packed row, and what each sees.
+    """The sequences of a packed row, and the tokens that each attends to.
 
-    lengths: S. boundaries: int32 [S + 1], 0 first and T last. position_ids: int64 [1, T], from 0 in each sequence, or
-    from the end of the one that it continues. seen_lengths, seen_boundaries: the same of the keys: those of the
-    sequence that it continues, then its own. seen: int64 [sum of seen_lengths], the number of each key among the T
-    tokens; None: each sequence sees only itself.
+    lengths: S numbers. boundaries: int32 [S + 1], from 0 to T. position_ids: int64 [1, T], from 0 in each sequence, or
+    from the end of the sequence that it continues. seen_lengths, seen_boundaries: the same for the keys of each
+    sequence: first the tokens of the sequence that it continues, then its own. seen: int64 [sum of seen_lengths], the
+    index of each key among the T tokens; None: each sequence attends only to itself.
     """
 
     lengths: tuple[int, ...]
@@ -56,8 +56,8 @@ class Pack:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, after: Sequence[int] = ()) -> Pack:
-        """From the lengths, and after: for each sequence the number of the one that it continues, which itself
-        continues none, or -1; empty: all -1."""
+        """Return the pack of sequences with these lengths. after: for each sequence the index of the sequence that it
+        continues (which must not continue another), or -1; empty: all -1."""
         ends = [0, *accumulate(lengths)]
         tokens = [torch.arange(start, end) for start, end in pairwise(ends)]
         starts = [0 if number < 0 else lengths[number] for number in after or [-1] * len(lengths)]
@@ -77,18 +77,18 @@ class Pack:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without waiting for the GPU's queued work."""
+    """Copy a host tensor to `device`, without waiting for the GPU's queued work."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Tensor | None = None) -> Tensor:
-    """The last hidden states [T, hidden] of packed token ids [T], from a backbone that `use_packing` prepared.
+    """Return the last hidden states [T, hidden] of packed token ids [T], from a backbone prepared by `use_packing`.
 
-    received: hidden states [T, hidden] that take the place of the embeddings.
+    received: hidden states [T, hidden] that replace the embeddings.
     """
-    # A mask of four axes is taken as it is: otherwise one of [T, T] would be made, for an attention that needs none.
+    # transformers passes on a mask with four axes. Without it, it would build a mask [T, T] that we do not need.
     no_mask = torch.empty((1, 1, 1, 0), dtype=torch.bool, device=input_ids.device)
     start = {"input_ids": input_ids[None]} if received is None else {"inputs_embeds": received[None]}
     output = backbone(
@@ -103,10 +103,10 @@ def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Ten
 
 
 def use_packing(model: PreTrainedModel) -> str | None:
-    """Let a model run packed sequences from now on: None; or why it cannot, and then it does not change.
+    """Make a model run packed sequences and return None; or return why it cannot, and leave the model unchanged.
 
-    Decided by its configuration and a trial: in a pack of short sequences the second, and the third, which continues
-    the first, must give what they give alone.
+    Checks the configuration, then runs a trial: in a pack of three short sequences, the second, and the third, which
+    continues the first, must give the same results as alone.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -131,8 +131,8 @@ _tried: dict[tuple[Any, ...], Any] = {}
 
 
 def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedModel], Result]) -> Result:
-    """The result of `attempt(model)`, which depends only on the model's code, configuration, dtype and kind of device:
-    equal models, such as the roles of a host, are tried once a process."""
+    """Return `attempt(model)`, whose result must depend only on the model's code, configuration, dtype and device type.
+    Models that are equal in these, such as the roles of a host, are tried once per process."""
     code = frozenset(type(module).forward for module in model.modules())
     alike = (what, code, model.dtype, model.device.type, model.config.to_json_string(use_diff=False))
     if alike not in _tried:
@@ -142,15 +142,29 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
 
 
 def _why_no_packs(model: PreTrainedModel) -> str | None:
-    family = type(model).__name__
+    from transformers import AttentionInterface
+
+    family, windows = type(model).__name__, set[int | None]()
+
+    def noting(*given: Any, sliding_window: int | None = None, **more: Any) -> tuple[Tensor, None]:
+        windows.add(sliding_window)
+        return packed_attention(*given, sliding_window=sliding_window, **more)
+
+    AttentionInterface.register(NAME, noting)
     try:
-        # engines run fp32 weights in bf16 too, under autocast: on a GPU by a kernel that refuses some head sizes
+        # engines also run fp32 weights in bf16, under autocast; the GPU kernel for bf16 refuses some head sizes
         also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
         dtypes = (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
         errors = {dtype: _error_of_a_pack(model, dtype) for dtype in dtypes}
     except Exception as refusal:
         return f"{family} takes no packs: {refusal}"
-    # rounding; one sequence seen by another makes 1
+    finally:
+        AttentionInterface.register(NAME, packed_attention)
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if getattr(config, "sliding_window", None) and "sliding_attention" in layers and not any(windows):
+        return f"{family} has its sliding window in the mask alone"
+    # these bounds allow for rounding; a sequence that attends to another has an error of about 1
     if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
         return None
     return f"{family} computes something else in a pack"
@@ -158,7 +172,7 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _error_of_a_pack(model: PreTrainedModel, dtype: torch.dtype) -> float:
-    """How far packed sequences are from the same alone, relative to their size, where the model is run in `dtype`."""
+    """Return the relative error of packed sequences against the same sequences alone, with the model run in `dtype`."""
     tokens = torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size
     backbone = model.base_model
 
@@ -184,10 +198,10 @@ def packed_attention(
     pack: Pack | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a pack: [1, T, H, D].
+    """Compute causal attention inside each sequence of a pack, [1, T, H, D]; without a pack, transformers' SDPA.
 
     query: [1, H, T, D]. key, value: [1, K, T, D].
-    sliding_window: how many positions back, its own among them, a token sees. Without a `pack`, transformers' SDPA.
+    sliding_window: the number of positions that a token attends to, including its own.
     """
     if pack is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -195,7 +209,7 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
     if unknown := [name for name in UNKNOWN_TO_US if more.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
-    # T first: sequences are stretches of it
+    # T as the first axis, because sequences are slices along it
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if pack.seen is not None:
         key, value = (x.index_select(0, pack.seen) for x in (key, value))
@@ -208,8 +222,8 @@ def packed_attention(
 def _each(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, pack: Pack
 ) -> Tensor:
-    """One sequence after the other, [T, H, D]. In fp32: torch's bf16 on a CPU takes twice as long, most of it in the
-    backward pass, and rounds."""
+    """Compute attention one sequence after the other, [T, H, D]. Computes in fp32: torch's bf16 on a CPU takes twice as
+    long, mostly in the backward pass, and is less exact."""
     of_each = zip(
         *(x.float().split(n) for x, n in ((query, pack.lengths), (key, pack.seen_lengths), (value, pack.seen_lengths))),
         strict=True,
@@ -232,7 +246,7 @@ def _each(
 
 
 def _mask(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of the last `queries` of `keys` tokens, [queries, keys]; None where it is plain causal."""
+    """Return the mask of the last `queries` of `keys` tokens, [queries, keys]; None if it is plain causal."""
     if queries == keys and (sliding_window is None or keys <= sliding_window):
         return None
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -242,8 +256,8 @@ def _mask(queries: int, keys: int, sliding_window: int | None, device: torch.dev
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, pack: Pack
 ) -> Tensor:
-    """The same by torch's flash attention for sequences of varying length, all of them in one kernel. Its causal mask
-    is aligned at the ends of queries and keys, as ours is."""
+    """Like `_each`, by torch's flash attention for sequences of varying length, in one kernel. Its causal mask is
+    aligned at the ends of queries and keys, like ours."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
@@ -258,9 +272,9 @@ def _flash(
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the layers of a transformers model at their first run, into `$WORKBENCH_HOME/compiled`: the operations
-    between two matrix products become one kernel. Attention, a kernel already, is left out: it takes the lengths of a
-    pack, for each of which it would be compiled again. So a layer is three or four graphs, for any number of tokens.
+    """Let the layers of a transformers model be compiled at their first run, into `$WORKBENCH_HOME/compiled`:
+    operations between two matrix products become one kernel. Attention is not compiled: it is a kernel already, and
+    would be compiled again for each pack's lengths. So a layer has three or four graphs, for any number of tokens.
 
     Raises `MissingDependency` without a C++ compiler.
     """

@@ -1,7 +1,7 @@
-"""From a model's name to a folder that transformers loads.
+"""Finds or makes the folder of a model by its name, for transformers to load.
 
-Model folders that are made once on a machine and shared by its processes: real models that come as Python packages,
-for machines without a model hub, and tiny random ones, real architectures without a download.
+Some model folders are made once on a machine and shared by its processes: real models that come as Python packages,
+for machines without a model hub, and tiny random models of real architectures, without a download.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers logs errors only and draws no progress bars; what was set before is put back."""
+    """Inside the block, transformers logs only errors and draws no progress bars. Restores the settings afterwards."""
     from transformers.utils import logging as transformers_logging
 
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -48,9 +48,9 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_chatter() -> Iterator[None]:
-    """`quiet_transformers`, and no progress bars or warnings of what transformers imports while it writes a model.
+    """`quiet_transformers`, also without progress bars and warnings of modules that transformers imports for saving.
 
-    Works on the whole process, so only around work that happens once: preparing a model folder.
+    Affects the whole process, so use it only around work that happens once: preparing a model folder.
     """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -86,7 +86,7 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny-llama-tied-4kv": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},
     "tiny-qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
 }
-"""Name -> what sets it apart from the shape that all of them share: heads of size 32 (vLLM takes no smaller ones), 4 of
+"""Name -> its differences from the common shape: heads of size 32 (vLLM takes no smaller ones), 4 of
 them with 2 key-value heads, and a vocabulary of 264 tokens. All can be cut over 1 and 2 tensor ranks, and over 4 where
 key-value heads may be copied, or are 4 ("4kv")."""
 
@@ -96,7 +96,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SEED = 1234
-RECIPE = 1  # part of the folder's name: raise it when anything in this file changes what is written
+RECIPE = 1  # part of the folders' names: increase it when a change in this file changes the written models
 
 
 def models_home() -> Path:
@@ -113,11 +113,10 @@ def save_here(model: PreTrainedModel, folder: Path) -> None:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `models_home() / name`; where it is missing, `make(folder)` fills it first.
+    """Return the folder `models_home() / name`; if it is missing, let `make(folder)` fill it first.
 
-    The folder appears whole or not at all: it is filled under a temporary name beside its place and then renamed. The
-    lock saves other processes the same work; the rename keeps them correct where locks do nothing (some network file
-    systems).
+    The folder appears atomically: it is filled under a temporary name in the same folder and then renamed. The lock
+    saves other processes the same work; the rename is correct even where locks do nothing (some network file systems).
     """
     final = models_home() / name
     if final.is_dir():
@@ -138,7 +137,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def gguf_path(name: str) -> Path:
-    """The GGUF file of the bundled model `name`; `ModelUnavailable` where its package is not installed."""
+    """Return the GGUF file of the bundled model `name`; raise `ModelUnavailable` if its package is not installed."""
     model = BUNDLED[name]
     spec = importlib.util.find_spec(model.package)  # found, never imported: the package imports its own dependencies
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -152,9 +151,9 @@ def gguf_path(name: str) -> Path:
 
 
 def bundled_folder(name: str) -> Path:
-    """The folder of the bundled model `name`, converted on first use (about 20 s, 0.54 GB on disk).
+    """Return the folder of the bundled model `name`, which is converted on first use (about 20 s, 0.54 GB on disk).
 
-    Kept in fp32: the file's 4-bit weights are scale x integer + offset, which bf16 would round once more.
+    The weights are kept in fp32: the file's 4-bit weights are scale x integer + offset, which bf16 would round again.
     """
     return made_once(f"{name}-{RECIPE}", lambda folder: _convert(name, folder))
 
@@ -171,12 +170,12 @@ def _convert(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
-    # its bar is drawn by a widget in a notebook, which `no_chatter` does not reach
+    # in a notebook a widget draws its progress bar, which `no_chatter` does not suppress
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     with no_chatter():
         model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        # The weights are plain tensors by now, and transformers refuses to save a model that calls itself quantized.
+        # The weights are plain tensors now, but transformers refuses to save a model that is marked as quantized.
         del model.config.quantization_config
         model.hf_quantizer = None
         model.is_quantized = False
@@ -207,23 +206,23 @@ def _tiny_model(differences: dict[str, Any]) -> PreTrainedModel:
         num_attention_heads=4,
         head_dim=32,
         max_position_embeddings=2048,
-        initializer_range=0.1,  # wider than usual: distributions with a shape, greedy choices without near-ties
+        initializer_range=0.1,  # wider than usual, for uneven distributions and greedy choices without near-ties
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
     with torch.random.fork_rng(devices=[]):
-        # The CPU generator alone: `torch.manual_seed` also seeds accelerators, which this `fork_rng` does not restore.
+        # Only the CPU generator: `torch.manual_seed` also seeds accelerators, which this `fork_rng` does not restore.
         torch.default_generator.manual_seed(SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):  # zero otherwise, and then nothing would notice a bias that is lost on the way
+            if name.endswith(".bias"):  # a bias would start at zero, and then no test would notice a lost bias
                 torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
 def _tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """One token a byte, after the special tokens."""
+    """Return a tokenizer with one token per byte, after the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -237,7 +236,7 @@ def _tiny_tokenizer() -> PreTrainedTokenizerBase:
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
-        unk_token=unk,  # never produced; named because a family's tokenizer class would else add one of its own
+        unk_token=unk,  # never produced; given because a family's tokenizer class would otherwise add its own
         extra_special_tokens=others,
         chat_template=CHAT_TEMPLATE,
         model_max_length=2048,
@@ -252,10 +251,10 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def resolve(name: str | Path) -> Path:
-    """The folder of the model `name`: a bundled or tiny name, a local folder, or a hub id.
+    """Return the folder of the model `name`: a bundled or tiny name, a local folder, or a hub id.
 
-    A hub id is answered from the local hub cache, without the network, when it is whole there; else it is downloaded.
-    Raises `ModelUnavailable`, within seconds also where there is no network, and `BadInput` for what is no path.
+    A hub id is read from the local hub cache, without the network, if it is complete there; else it is downloaded.
+    Raises `ModelUnavailable`, within seconds even without a network, and `BadInput` for an invalid path.
     """
     if name in BUNDLED:
         return bundled_folder(str(name))
@@ -270,9 +269,9 @@ def resolve(name: str | Path) -> Path:
 
 
 def config_file(name: str | Path) -> Path:
-    """The config.json of a model, or `name` itself where it is a file; of a hub id only that file is fetched.
+    """Return the config.json of a model, or `name` itself if it is a file. Of a hub id, only that file is fetched.
 
-    Raises `ModelUnavailable`, and `BadInput` for what is no path.
+    Raises `ModelUnavailable`, and `BadInput` for an invalid path.
     """
     path = path_of(name, "a model's path")
     if name in BUNDLED or name in TINY or path.is_dir():
@@ -284,7 +283,7 @@ def config_file(name: str | Path) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     def download() -> str:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # where there is no network the download would retry for long
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # without a network, the download would retry for long
         return hf_hub_download(name, "config.json")
 
     cached = try_to_load_from_cache(name, "config.json")
@@ -313,12 +312,12 @@ def _hub(name: str) -> Path:
 
 
 def _from_hub(name: str, download: Callable[[], str]) -> Path:
-    """What `download` gives; `ModelUnavailable` that says why where it fails."""
+    """Return the path from `download`; raise `ModelUnavailable` with the reason if it fails."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         return Path(download())
-    except Exception as error:  # kinds depend on the hub client's transport: no network, offline, gated, a full disk
+    except Exception as error:  # classes depend on the hub client: no network, offline, gated, a full disk
         reason = f"it could not be fetched from the model hub ({type(error).__name__}: {first_line(error)})"
         if isinstance(error, RepositoryNotFoundError):
             reason = "the model hub shows no such model to you"
@@ -328,7 +327,7 @@ def _from_hub(name: str, download: Callable[[], str]) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of `name` in the local hub cache when all of its weight files are there."""
+    """Return the snapshot of `name` in the local hub cache if it has all weight files; else None."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -343,7 +342,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _alternatives(name: str) -> str:
-    """Names to use instead, the likeliest first."""
+    """Return a remedy with names to use instead, the likeliest first."""
     known = [*BUNDLED, *TINY]
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
     rest = f"give a local folder, or one of {', '.join(map(repr, known))}"

@@ -1,4 +1,4 @@
-"""The model of a role, and how it computes."""
+"""The settings of a role's model: `wb.Model`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.support.validation import NonNegativeInt, settings
 
 @settings()
 class Judging:
-    """The model of a judge, what it is asked, and how it answers; see `wb.Judge`."""
+    """A judge's model, its rubric, and the sampling of its answers; see `wb.Judge`."""
 
     model: str
     rubric: str
@@ -28,19 +28,19 @@ class Judging:
 
 @settings(kw_only=False)
 class Model:
-    """One role's model and how it computes. What is None is taken from the workbench's defaults.
+    """The model of one role and its settings. Settings that are None are taken from the workbench's defaults.
 
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
-    function: for reward and cost, a rule in place of a model: `fn(prompt, response, **row) -> float`.
+    function: for reward and cost, a function in place of a model: `fn(prompt, response, **row) -> float`.
     dtype: "float32", "bfloat16" or "float16". A trained role computes in it and keeps fp32 master weights. With
         "float16" losses are scaled: a step whose gradient overflows is skipped, and the scale is halved (metrics
         `skipped/fraction`, `loss_scale`).
-    adapter: of the actor: only it is trained, and without it the actor is the reference, where no other is declared.
+    adapter: for the actor: only the adapter is trained, and the actor without it is the reference if none is declared.
     training, generation: engine settings of trained roles, and of the actor's rollouts. A reward or cost model is
-        trained only where its settings are given here; else it is just run, with less memory.
+        trained only if its training settings are given here; else it only scores, with less memory.
     worker: a subclass of the role's worker class, with operations of your own.
-    seed: seeds the head of a critic, reward or cost model that has none saved, and the adapter.
-    judge: of a function that scores judgements, the model that writes them: see `wb.Judge`, which makes both.
+    seed: seeds the adapter, and the head of a critic, reward or cost model without a saved head.
+    judge: for a function that scores judgements, the model that writes them: see `wb.Judge`, which makes both.
     """
 
     name: str | Path | None = None
@@ -52,14 +52,14 @@ class Model:
     worker: type | None = None
     seed: NonNegativeInt = 0
     judge: Judging | None = None
-    trained: bool = field(default=False, init=False)  # `filled` knows
+    trained: bool = field(default=False, init=False)  # set by `filled`
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.function is None):
             raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give one of the two")
 
     def __str__(self) -> str:
-        """What it is, shortly: the name of the model, with its adapter, or of the function."""
+        """Return the name of the model, with its adapter, or the name of the judge or function."""
         name = str(
             self.name or (self.judge and f"judge {self.judge.model}") or getattr(self.function, "__name__", "function")
         )
@@ -67,7 +67,7 @@ class Model:
 
     @classmethod
     def of(cls, role: str, value: Any) -> Model:
-        """A `Model` from what a user writes in models=: a name, a folder, a function, or a `Model`."""
+        """Return a `Model` from an entry of models=: a name, a folder, a function, or a `Model`."""
         if isinstance(value, Model):
             model = value
         elif isinstance(value, str | Path):
@@ -86,7 +86,7 @@ class Model:
         return model
 
     def filled(self, role: str, *, dtype: DType, training: Training, generation: Generation) -> Model:
-        """With the workbench's defaults in place of None; then `trained` says whether the role's weights move."""
+        """Return the model with the workbench's defaults in place of None, and with `trained` set for the role."""
         model = replace(
             self,
             dtype=self.dtype or dtype,
@@ -98,7 +98,7 @@ class Model:
         return model
 
     def changed(self, **fields: Any) -> Model:
-        """A filled model with other fields, as trained as this one."""
+        """Return a filled model with other fields, and with the same `trained`."""
         model = replace(self, **fields)
         object.__setattr__(model, "trained", self.trained)
         return model

@@ -1,8 +1,8 @@
-"""Layers of which each rank of a tensor group holds a slice, and which together compute the whole layer.
+"""Tensor-parallel layers: each rank of a tensor group holds a slice, and together they compute the whole layer.
 
 Megatron-LM's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): linear layers into attention and
-MLP are cut by output, those out of them by input. A block thus needs one sum over the ranks at its end and, in the
-backward pass, one at its start. All else that the ranks compute is the same on each of them, to the last bit.
+MLP are cut by output, linear layers out of them by input. So a block needs one sum over the ranks at its end and, in
+the backward pass, one at its start. All other results are equal on all ranks, to the last bit.
 
 Shapes: T tokens, N positions, H hidden size, V vocabulary, of which a rank has rows [start, stop).
 """
@@ -18,13 +18,13 @@ from workbench.models.logits import TokenSets, linear_in_float32
 
 
 class TensorGroup(Protocol):
-    """The ranks of a tensor group."""
+    """Collectives of a tensor group."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
+        """Take the maximum of a tensor over the ranks, in place."""
 
 
 class _Enter(torch.autograd.Function):
@@ -49,17 +49,17 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup) -> Tensor:
-    """`x`, equal on all ranks, at the start of a block: its gradient is the sum of the ranks'."""
+    """Return `x`, equal on all ranks, for the start of a block; its gradient is the sum of the ranks' gradients."""
     return cast(Tensor, _Enter.apply(x, group))
 
 
 def leave(x: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' parts, at the end of a block: equal on all of them, and so is its gradient."""
+    """Return the sum of the ranks' `x`, for the end of a block; the sum and its gradient are equal on all ranks."""
     return cast(Tensor, _Leave.apply(x, group))
 
 
 def enter_block(block: nn.Module, group: TensorGroup) -> None:
-    """Let an attention or MLP block begin with `enter` of its hidden states, its first argument or `hidden_states`."""
+    """Make an attention or MLP block call `enter` on its hidden states: its first argument, or `hidden_states`."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in kwargs:
@@ -70,7 +70,7 @@ def enter_block(block: nn.Module, group: TensorGroup) -> None:
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer out of a block: columns of the weight [out, in / t], and the whole bias."""
+    """The linear layer at the end of a block: columns of the weight, [out, in / t], and the whole bias."""
 
     def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Rows [start, start + len(weight)) of an embedding."""
+    """An embedding of which this rank has rows [start, start + len(weight))."""
 
     def __init__(self, embedding: nn.Embedding, start: int, group: TensorGroup) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """Rows [start, start + len(weight)) of an output head: log-probabilities without gathering logits.
+    """Rows [start, start + len(weight)) of an output head. Computes log-probabilities without gathering logits.
 
-    The ranks find the largest logit, then add up their sums of exponentials, the chosen token's logit (of the one rank
-    that has it), and for the entropy sum exp(logit) x logit. in_float32: compute the logits in fp32.
+    The ranks find the largest logit, then add up their sums of exponentials, the chosen token's logit (from the one
+    rank that has the token), and for the entropy sum exp(logit) x logit. in_float32: compute the logits in fp32.
     """
 
     def __init__(self, linear: nn.Linear, start: int, group: TensorGroup, *, in_float32: bool = False) -> None:
@@ -109,14 +109,14 @@ class VocabularyParallelHead(nn.Module):
         self._vocabulary, self._in_float32 = linear.out_features, in_float32
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of this rank's tokens."""
+        """Return the logits of this rank's tokens."""
         hidden = enter(hidden, self._group)
         if self._in_float32:
             return linear_in_float32(self, hidden)
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary [N, V], on every rank: for a few positions at a time."""
+        """Return the logits of the whole vocabulary [N, V] on every rank; call it for a few positions at a time."""
         logits = self._logits(hidden)
         behind = self._vocabulary - self.start - len(self.weight)
         return leave(nn.functional.pad(logits, (self.start, behind)), self._group)
@@ -129,9 +129,8 @@ class VocabularyParallelHead(nn.Module):
         with_entropy: bool,
         sets: TokenSets | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
-        [N, H]; `targets` [N] are tokens of the whole vocabulary, and so are those of the sets, outside which the
-        probability is 0."""
+        """Return (log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
+        [N, H]. targets [N], sets: token ids of the whole vocabulary; the probability outside the sets is 0."""
         logits = self._logits(hidden).float() / temperature
         if sets is not None:
             logits = sets.masked(logits, self.start)
@@ -149,6 +148,6 @@ class VocabularyParallelHead(nn.Module):
 
 
 def _rows_here(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of tokens among `count` from `start`, 0 for those of other ranks; and whether they are here."""
+    """Return the row of each token among the rank's `count` rows from `start`, or 0, and whether the rank has it."""
     here = (tokens >= start) & (tokens < start + count)
     return torch.where(here, tokens - start, 0), here

@@ -1,4 +1,4 @@
-"""Load tokenizers, and turn prompts into token ids."""
+"""Loads tokenizers, and turns prompts, answers and replies into token ids or texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from workbench.models.chat_format import ChatFormat
 
-# Names that model families give to a token meant for padding, then names of tokens that no conversation contains.
+# Names of padding tokens in model families, then names of tokens that no conversation contains.
 _FILLERS = (
     "<|pad|>",
     "<pad>",
@@ -31,13 +31,13 @@ _FILLERS = (
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token that differs from the end-of-sequence token.
+    """Load the model's tokenizer, with a padding token that differs from the end-of-sequence token.
 
-    Many checkpoints pad with the end-of-sequence token, and then a mask that is derived from the ids hides the end of
-    every response. Masks here never come from ids, but a user's code may derive one. Where the checkpoint's choice is
-    missing or equal to EOS, an existing special token is used; none is added, which would change the size of the
-    embeddings. Raises `BadInput` when no token is fit or no tokenizer loads, `ModelUnavailable` when there is no such
-    model.
+    Many checkpoints pad with the end-of-sequence token; then a mask that is derived from the ids hides the end of every
+    response. Our masks never come from ids, but a user's code may derive one. If the checkpoint's padding token is
+    missing or equal to EOS, another existing special token is used; no token is added, because that would change the
+    size of the embeddings. Raises `BadInput` if no token fits or no tokenizer loads, `ModelUnavailable` if there is no
+    such model.
     """
     from transformers import AutoTokenizer
 
@@ -45,7 +45,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # which kind depends on the family, whose configuration it reads as well
+        except Exception as error:  # of any class, depending on the family, whose configuration is read as well
             raise BadInput(
                 f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",
                 "a model folder holds its tokenizer as well",
@@ -63,7 +63,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _filler(tokenizer: Any, name: str) -> str:
-    """A special token that the chat template does not write and that neither begins nor ends a sequence."""
+    """Return a special token that the chat template does not write and that neither begins nor ends a sequence."""
     template = tokenizer.chat_template or ""
     template = template if isinstance(template, str) else " ".join(template.values())
     special = special_tokens(tokenizer)
@@ -82,11 +82,11 @@ def _filler(tokenizer: Any, name: str) -> str:
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], *, chat: bool | ChatFormat | None = None
 ) -> list[int]:
-    """Token ids of a prompt, up to where the response begins.
+    """Return the token ids of a prompt, up to the beginning of the response.
 
     prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
-    chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template. A
-    `ChatFormat` says what more it is given. Control tokens in a text count, unless `as_text` has marked them.
+    chat: whether the chat template renders a text as a user's message; None: if the tokenizer has a template. A
+    `ChatFormat` has more settings. Control tokens in a text act as such, unless `as_text` has marked them.
     """
     is_text = isinstance(prompt, str)
     if not prompt:
@@ -111,20 +111,20 @@ def render_prompt(
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text with which a sequence begins: what the tokenizer puts before a text (BOS), once, also where
-    the text begins with it; and nothing of what it puts behind one (EOS), since a response follows."""
+    """Return the token ids of a text at the beginning of a sequence: with one BOS (or whatever the tokenizer puts
+    before a text), even if the text begins with it, and without EOS, because a response follows."""
     own, before = encoded(tokenizer, text), put_before(tokenizer)
     return own if own[: len(before)] == before else before + own
 
 
 def put_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text."""
+    """Return the token ids that the tokenizer puts before a text, such as BOS."""
     own, whole = (list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
     return whole[: next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)]
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a text that a tokenizer takes: halves of surrogate pairs stand for no character."""
+    """Whether a value is a text that a tokenizer accepts: without lone surrogates, which are no characters."""
     if not isinstance(value, str):
         return False
     try:
@@ -135,33 +135,32 @@ def is_text(value: object) -> bool:
 
 
 def has_texts(value: object) -> bool:
-    """Whether all texts in a value of lists and mappings, the names in the mappings included, are such as `is_text`
-    takes."""
+    """Whether `is_text` accepts all texts in a value of lists and mappings, including the keys."""
     left, seen = [value], set[int]()
     while left:
         one = left.pop()
         if isinstance(one, str):
             if not is_text(one):
                 return False
-        elif isinstance(one, (list, tuple, dict)) and id(one) not in seen:  # one that holds itself ends too
+        elif isinstance(one, (list, tuple, dict)) and id(one) not in seen:  # a value may contain itself
             seen.add(id(one))
             left += [*one, *one.values()] if isinstance(one, dict) else one
     return True
 
 
-TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
+TURN = "\u2042turn\u2042"  # a placeholder for a turn of the assistant in a rendered conversation
 QUESTION = {"role": "user", "content": "-"}
 THINK = "<think>"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that data and templates have for one thing
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys that data and templates use for the reasoning
 
 
 class AnswerFormat:
-    """How the chat template writes what the assistant says, from the head of a turn on: what is said, the calls of
-    tools and the reasoning in a key of its own, and what the template puts beside them, such as an empty `<think>`
-    block; as in the last turn, which is where a model writes it. arguments: variables of the template. prefill: how the
-    answer begins in the prompt.
+    """Renders an assistant's message as the chat template writes it after the head of a turn: the text, tool calls,
+    reasoning in a key of its own, and additions of the template, such as an empty `<think>` block. Renders it as the
+    last turn, because a model writes it there. arguments: variables of the template. prefill: the beginning of the
+    answer that is part of the prompt.
 
-    Some templates take white space off. What else they take out of a text, such as reasoning, stays.
+    Follows templates that strip white space, but keeps other parts that they drop from a text, such as reasoning.
     """
 
     def __init__(
@@ -175,16 +174,16 @@ class AnswerFormat:
         self._opened = THINK if inside else ""
 
     def _written(self, message: Mapping[str, Any]) -> str | None:
-        """What the template writes of a message; None where the conversation does not begin as a rollout does, or ends
-        otherwise."""
+        """Return the text that the template writes for a message; None if the conversation does not begin like a
+        rollout, or ends differently."""
         whole = rendered(self._tokenizer, [QUESTION, message], next_turn=False, arguments=self._arguments)
         end = len(whole) - len(self._tail)
         found = whole.startswith(self._head) and whole.endswith(self._tail) and end >= len(self._head)
         return whole[len(self._head) : end] if found else None
 
     def __call__(self, message: Mapping[str, Any]) -> str:
-        """Raises `BadInput` where the template leaves a call, or reasoning or text beside it, out, and for an answer
-        without reasoning where the turn begins inside of it."""
+        """Return the answer's text. Raises `BadInput` if the template drops a call, or reasoning or text beside a call,
+        and for an answer without reasoning if the turn begins inside the reasoning."""
         text, calls = str(message["content"]), message.get("tool_calls") or ()
         reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
         said, apart = text.strip(), [call.get("function", call)["name"] for call in calls] + [reasoning.strip()]
@@ -207,7 +206,7 @@ class AnswerFormat:
                 f"the chat template of {self._tokenizer.name_or_path!r}: {what}",
                 "write all of it into the content, as the model does, or drop the row",
             )
-        if self._adds_nothing and said:  # something inside is taken out: the white space around it is the template's
+        if self._adds_nothing and said:  # the template drops a part of the text: take only its white space around it
             around = self._written({**message, "content": text.replace(said, TURN, 1)}) or TURN
             behind = around.replace(TURN, said)
         begins = bool(self._prefill) and said.startswith(self._prefill)
@@ -215,18 +214,18 @@ class AnswerFormat:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token at which a turn of the assistant ends: the special token that the chat template writes behind it, white
-    space aside. Where the template writes none, or cannot render a turn, and without a template: the tokenizer's EOS.
+    """Return the token that ends an assistant's turn: the special token that the chat template writes after it, perhaps
+    after white space. Return the tokenizer's EOS if there is no such token or no template, or it cannot render a turn.
     """
-    assert tokenizer.eos_token_id is not None  # `load_tokenizer` sees to it
+    assert tokenizer.eos_token_id is not None  # `load_tokenizer` checks this
     eos = int(tokenizer.eos_token_id)
     first = tokenizer.encode(behind_turn(tokenizer).lstrip(), add_special_tokens=False)[:1]
     return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in special_tokens(tokenizer) else eos
 
 
 def behind_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat template writes behind a turn of the assistant; empty without a template, and where it cannot
-    render a turn."""
+    """Return the text that the chat template writes after a turn of the assistant; "" without a template, or if it
+    cannot render a turn."""
     if not tokenizer.chat_template:
         return ""
     try:
@@ -237,7 +236,7 @@ def behind_turn(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sentence on the ends of answers where the chat template and the tokenizer have different ones; else empty."""
+    """Return a warning if the chat template and the tokenizer have different end tokens; else ""."""
     end = turn_end(tokenizer)
     if end == tokenizer.eos_token_id:
         return ""
@@ -249,11 +248,11 @@ def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:
-    """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
+    """Return the token ids between two assistant turns: the end of the first, `messages`, the head of the second.
 
-    after: the turn's last token; where it is the end that the template writes, which may differ from the tokenizer's
-    EOS, it is not written again. Earlier turns are not rendered again: sampled tokens do not change. Raises `BadInput`
-    for a tokenizer without a chat template, or one whose template cannot render these messages.
+    after: the turn's last token; if it is the template's end token, which may differ from the tokenizer's EOS, it is
+    not written again. Earlier turns are not rendered again, so sampled tokens do not change. Raises `BadInput` for a
+    tokenizer without a chat template, or if the template cannot render these messages.
     """
     if not tokenizer.chat_template:
         raise BadInput(

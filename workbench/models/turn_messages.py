@@ -1,11 +1,11 @@
-"""What an assistant said in a turn, as a message: content, reasoning, and tool calls in the format of its family.
+"""Reads an assistant's turn as a message: content, reasoning, and tool calls in the format of the model's family.
 
     {"role": "assistant", "content": "Let me see.", "reasoning_content": "12 times 7 ...",
      "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 84}}}]}
 
-A message has no entry for a part that its turn lacks, except `content`. What looks like a call and is none is among
-`invalid_tool_calls`, each {"text": ..., "error": ...}: an environment can tell the model so. The message is read from
-the text; the tokens of the turn stay as they were sampled, whatever the tokenizer would make of that text.
+A message has no entry for a part that its turn lacks, except `content`. Malformed calls are in `invalid_tool_calls`,
+each {"text": ..., "error": ...}, so that an environment can tell the model. The message is read from the text; the
+tokens of the turn stay as sampled, even if the tokenizer would encode that text differently.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Message = dict[str, Any]
 
 
 def _template(call: Template) -> Template:
-    """A response template of transformers with a family's way to write calls; their bodies are read by `_calls`."""
+    """Return transformers' response template for a family's format of calls; `_calls` reads the calls' bodies."""
     return {
         "defaults": {"role": "assistant"},
-        "start_anchor_pattern": r"\A",  # they are given no prefix
+        "start_anchor_pattern": r"\A",  # our formats get no prefix
         "fields": {
             "reasoning_content": {"open": THINK, "close": "</think>"},
             "tool_calls": {"repeats": True, **call},
@@ -44,7 +44,8 @@ def _template(call: Template) -> Template:
     }
 
 
-# Ways to write calls, by the names that vLLM's tool parsers have, and the part of a chat template that tells them.
+# Formats of calls, by the names of vLLM's tool parsers, and (in MARKS) the text in a chat template that identifies
+# each.
 FORMATS: Mapping[str, Template] = {
     "qwen3_coder": _template({
         "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -65,8 +66,8 @@ NEEDED = 'a call is {"name": ..., "arguments": {...}}'
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase, form: str | Template | None) -> Template:
-    """How a model writes its turns. form: one of `FORMATS`, or a response template of transformers; None: the one that
-    comes with the tokenizer, or else the format whose marks stand in its chat template, or else "hermes".
+    """Return the response template for a model's turns. form: one of `FORMATS`, or a response template of transformers;
+    None: the tokenizer's own, else the format whose mark is in its chat template, else "hermes".
     """
     if isinstance(form, Mapping):
         return form
@@ -81,7 +82,7 @@ def response_template(tokenizer: PreTrainedTokenizerBase, form: str | Template |
 
 
 def check_template(template: Template) -> None:
-    """Raise `BadInput` for what is no response template."""
+    """Raise `BadInput` if transformers does not accept a response template."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     try:
@@ -95,8 +96,8 @@ def check_template(template: Template) -> None:
 
 
 class TurnReader:
-    """Reads turns of one model. form: see `response_template`. tools: JSON schemas, by which arguments that a format
-    writes as text get their types."""
+    """Reads turns of one model as messages. form: see `response_template`. tools: JSON schemas, which give arguments
+    their types if the format writes arguments as text."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, form: str | Template | None = None, tools: Sequence[Template] = ()
@@ -112,8 +113,8 @@ class TurnReader:
         return frozenset({int(self._tokenizer.eos_token_id), turn_end(self._tokenizer)})
 
     def message(self, token_ids: Sequence[int], *, lead_ids: Sequence[int] = ()) -> Message:
-        """A turn as a message. lead_ids: the tokens between the assistant's turn before and this one, whose end may
-        have begun the turn, as templates do that open the reasoning."""
+        """Return a turn as a message. lead_ids: the tokens between the assistant's previous turn and this one; their
+        end may already begin the turn, if the template opens the reasoning."""
         from transformers.utils.chat_parsing import parse_response
 
         ids = list(token_ids)
@@ -153,8 +154,8 @@ def _invalid(text: str, error: str) -> dict[str, str]:
 
 
 def _calls(part: Any) -> Iterator[dict[str, Any]]:
-    """The calls of one region of a turn: one that its template has read, or a text of JSON values, Mistral's
-    `name[ARGS]{...}` among them."""
+    """Yield the calls of one region of a turn. part: a call that the template has parsed, or a text of JSON values,
+    including Mistral's `name[ARGS]{...}`."""
     if not isinstance(part, str):
         yield _call(part, str(part))
         return
@@ -177,7 +178,7 @@ def _calls(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _call(value: Any, text: str) -> dict[str, Any]:
-    """A call as messages have it, or what is wrong with it."""
+    """Return a call in the form for messages, or in the form for invalid calls with the error."""
     function = value.get("function", value) if isinstance(value, dict) else {}
     if isinstance(function, str):  # {"type": "function", "function": "add", "parameters": {...}}
         function = {**value, "name": function}
@@ -204,8 +205,8 @@ EXAMPLE = '''def add(a: int, b: int) -> int:
         a: The first number.
         b: The second number.
     """'''
-# What Hermes and Qwen 2.5 are shown (https://github.com/NousResearch/Hermes-Function-Calling), for models whose chat
-# template has no place for tools.
+# The system prompt of Hermes and Qwen 2.5 (https://github.com/NousResearch/Hermes-Function-Calling), for models whose
+# chat template does not support tools.
 HERMES = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
@@ -215,9 +216,9 @@ HERMES = (
 
 
 def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a function, from the types of its signature and the texts of its docstring, as chat templates
-    take it: {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}. A schema stays
-    as it is. Raises `BadInput` for a function without types, or without a description of each argument.
+    """Return the JSON schema of a function, from its signature's types and its docstring, in the form for chat
+    templates: {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}. A schema is
+    returned unchanged. Raises `BadInput` for a function without types, or without a description of each argument.
     """
     if isinstance(tool, Mapping):
         function = tool.get("function")
@@ -236,18 +237,18 @@ def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
         parameters = schema["function"]["parameters"]
         for name, given in parameters["properties"].items():
             shown_as = {key: value for key, value in given.items() if key != "description"}
-            if '{"type": "object"}' in json.dumps(shown_as):  # a class, of which pydantic knows more
+            if '{"type": "object"}' in json.dumps(shown_as):  # a class, which pydantic describes in more detail
                 whole = TypeAdapter(get_type_hints(tool, include_extras=True)[name]).json_schema()
                 if classes := whole.pop("$defs", None):
                     parameters.setdefault("$defs", {}).update(classes)
                 given |= {**whole, "description": given["description"]}
-    except Exception as error:  # of many kinds, those of names in annotations among them
+    except Exception as error:  # of many classes, also NameError for an annotation
         raise BadInput(
             f"a tool {getattr(tool, '__name__', tool)!r:.60}",
             f"no JSON schema can be made of it: {plain_text(str(error), 200).rstrip('.!')}",
             f"give each argument a type, and describe it, as this function does:\n{EXAMPLE}\n    return a + b\n",
         ) from error
-    schema["function"].pop("return", None)  # templates that show it are few, and models are not trained on it
+    schema["function"].pop("return", None)  # few templates show it, and models are not trained on it
     return schema
 
 
@@ -257,10 +258,10 @@ def with_tools(
     tools: Sequence[Mapping[str, Any]],
     form: str | Template | None,
 ) -> str:
-    """A conversation up to the assistant's turn, in which the model is shown its tools: by the chat template; or, where
-    that has no place for them, by a system message that tells of them as Hermes models are told.
+    """Return a conversation up to the assistant's turn that shows the model its tools: by the chat template, or, if it
+    does not support tools, by a system message in the form for Hermes models.
 
-    form: in which calls are read, see `response_template`. Raises `BadInput` where the template has no place, and the
+    form: the format of calls, see `response_template`. Raises `BadInput` if the template does not support tools and the
     form is not "hermes".
     """
     plain = rendered(tokenizer, messages)

@@ -1,8 +1,8 @@
-"""From a loss (or a statistic) per token to one number for the minibatch. Suffixes: see `arguments`.
+"""Aggregate a loss (or a statistic) per token into one number for the minibatch. Suffixes: see `arguments`.
 
-A minibatch is cut into micro-batches and spread over ranks. The mean of their means is not its mean: it weighs the
-tokens of short micro-batches more. So each micro-batch gives its *share*: a local sum over the denominator of the whole
-minibatch.
+A minibatch is split into micro-batches and over ranks. The mean of the micro-batches' means is not the minibatch's
+mean: tokens of short micro-batches would count more. So each micro-batch computes its *share*: its local sum, divided
+by the denominator of the whole minibatch.
 
     whole = sum over ranks of sum over micro-batches of denominator(mask_BT, how, ...)
     loss  = aggregate(x_BT, mask_BT, how, whole)        # a share: values and gradients are summed, never averaged
@@ -24,16 +24,16 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | None = None) -> Tensor:
-    """This micro-batch's part of the denominator, a float64 scalar: add the parts up over micro-batches and ranks.
+    """Return this micro-batch's part of the denominator, a float64 scalar; sum the parts over micro-batches and ranks.
 
         token-mean                  valid tokens
         sequence-mean-token-mean    sequences
         sequence-mean-token-sum     sequences
         fixed-length                sequences x max_response_tokens
 
-    A sequence counts when it has a valid token, so rows that only fill up a micro-batch change nothing.
+    A sequence counts if it has a valid token, so rows that only pad a micro-batch change nothing.
 
-    Raises `BadInput` on an unknown mode, or when "fixed-length" lacks `max_response_tokens`.
+    Raises `BadInput` on an unknown mode, or if "fixed-length" has no `max_response_tokens`.
     """
     one_of("how", how, AGGREGATIONS)
     tokenwise(mask_BT)
@@ -50,15 +50,15 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
 
 
 def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tensor | float) -> Tensor:
-    """This micro-batch's share of the minibatch's aggregate, a scalar of at least fp32.
+    """Return this micro-batch's share of the minibatch's aggregate, a scalar in at least fp32.
 
         token-mean                  sum_i sum_t x / tokens                        DAPO, https://arxiv.org/abs/2503.14476
         sequence-mean-token-mean    sum_i (sum_t x / tokens of i) / sequences     GRPO, https://arxiv.org/abs/2402.03300
         sequence-mean-token-sum     sum_i sum_t x / sequences                     the response as one action
         fixed-length                sum_i sum_t x / (sequences x longest)         Dr. GRPO, https://arxiv.org/abs/2503.20783
 
-    denominator: the sum of `denominator()` over all micro-batches and ranks of the minibatch. Where that is 0, for want
-    of a valid token anywhere, the share is 0 and its gradients are 0.
+    denominator: the sum of `denominator()` over all micro-batches and ranks of the minibatch. If it is 0, because the
+    minibatch has no valid token, the share and its gradients are 0.
 
     Raises `BadInput` on unequal shapes or an unknown mode.
     """
@@ -66,7 +66,7 @@ def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tens
     tokenwise(mask_BT)
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     mask_BT = mask_BT.bool()
-    # A selection, not a product: what stands outside the mask must not leak in, were it infinite.
+    # A selection, not a product: infinite entries outside the mask must not leak in.
     sum_B = torch.where(mask_BT, full(x_BT), 0.0).sum(-1)
     if how == "sequence-mean-token-mean":
         sum_B = sum_B / mask_BT.sum(-1).clamp(min=1)

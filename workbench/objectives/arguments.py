@@ -1,4 +1,4 @@
-"""What estimators and losses assert first, so that a wrong shape is an error and never a silent broadcast.
+"""Checks of the arguments of estimators and losses, so that a wrong shape raises instead of broadcasting silently.
 
 Shape suffixes of this folder:
 
@@ -6,10 +6,9 @@ Shape suffixes of this folder:
     T   response tokens, right-padded to the longest response
     N   samples of the whole global batch
 
-`mask_BT` is 1 (or True) on the response tokens that the policy chose, the first EOS included; 0 on padding and on
-tokens that something else wrote, such as tool output. Entries outside the mask may hold any finite number: results do
-not depend on them. `values_BT[:, t]` is V of the state *before* token t: the critic's output at the position that
-predicts t.
+`mask_BT` is 1 (or True) on the response tokens that the policy generated, including the first EOS; 0 on padding and on
+other tokens, such as tool output. Entries outside the mask may be any finite number: results do not depend on them.
+`values_BT[:, t]` is V of the state *before* token t: the critic's output at the position that predicts t.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise `BadInput`, naming both shapes, unless all tensors have one and the same shape."""
+    """Raise `BadInput`, with both shapes, unless all tensors have the same shape."""
     (first, head), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != head.shape:
@@ -39,7 +38,7 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def are_moments(**sums: Tensor) -> None:
-    """Raise `BadInput`, naming the shape, unless all have that of `moments`."""
+    """Raise `BadInput`, with the shape, unless all tensors have the shape of a result of `moments`."""
     for name, tensor in sums.items():
         if tensor.shape != (3,):
             raise BadInput(
@@ -57,7 +56,7 @@ def one_per_row(name: str, x_B: Tensor, mask_BT: Tensor) -> None:
 
 
 def tokenwise(mask_BT: Tensor) -> None:
-    """Raise `BadInput` unless the tensor has rows and tokens."""
+    """Raise `BadInput` unless the tensor has two dimensions, rows and tokens."""
     if mask_BT.ndim != 2:
         raise BadInput(f"mask_BT has shape {list(mask_BT.shape)}", "must be [rows, response tokens]")
 
@@ -74,5 +73,5 @@ def within(name: str, value: float, low: float, high: float = float("inf")) -> N
 
 
 def full(x: Tensor) -> Tensor:
-    """At least single precision: half and bfloat16 (and bool, int) become float32; float64 stays."""
+    """Convert to at least single precision: half and bfloat16 (and bool, int) become float32; float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""Correcting for rollouts that another distribution drew than the trainer's: the engine's, or older weights'.
+"""Correct for rollouts whose distribution differs from the trainer's, because of the engine or of older weights.
 
-The weight of a token (or sequence) is w = pi_old / pi_rollout, never differentiated: it changes over which tokens the
-policy loss is an expectation, not what is minimised. Suffixes: see `arguments`.
+The importance weight of a token (or sequence) is w = pi_old / pi_rollout. It has no gradient: it changes the
+distribution over which the policy loss is an expectation, not the objective. Suffixes: see `arguments`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from workbench.support.validation import Number, Rule, settings
 
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask", "second_moment"]
-SECOND_MOMENT = 0.04  # of M2PO
+SECOND_MOMENT = 0.04  # the default of M2PO
 MAX_RAW_LOG = 300.0  # exp(2 x 300) times any number of tokens is finite in float64
 
 
 @settings()
 class Correction:
-    """How the importance weight of each token is made, and bounded.
+    """How the importance weight of each token is computed and bounded.
 
-    Both log-probabilities are over the same tokens: rollouts sampled with top-p, top-k or min-p are refused unless
-    their sampling mask is kept.
+    Both log-probabilities must be over the same set of tokens: rollouts sampled with top-p, top-k or min-p are refused
+    unless their sampling mask is kept.
 
-    level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the
-        response (unbiased, much variance); "geometric": its geometric mean, the typical token of the response.
+    level: "token": the token's own ratio (biased for sequences, low variance); "sequence": the product over the
+        response (unbiased, high variance); "geometric": the geometric mean over the response's tokens.
     bound: "truncate": min(w, high), truncated importance sampling (TIS, Yao et al. 2025,
         https://fengyao.notion.site/off-policy-rl; for sequences Liu, Li et al. 2025, https://richardli.xyz/rl-collapse);
         "mask": w where low <= w <= high, else 0 (IcePop, Ring-1T, https://arxiv.org/abs/2510.18855);
-        "second_moment": w, and 0 for the tokens of a minibatch with the largest (log w)^2, of which so many are left
-        out that the mean of the others is at most `second_moment` (M2PO, Zheng et al. 2025,
-        https://arxiv.org/abs/2510.01161, in the form that AReaL has). For level="token" alone. The authors' own code
-        differs: it takes the ratio of the policy under way to the rollout's, and counts and leaves out only tokens
-        whose advantage drives that ratio further from 1.
-    low, high: the bounds; `low` is for "mask" alone, None: 0.5. "second_moment" has neither. second_moment: for that
-        alone, None: 0.04.
+        "second_moment": w, but 0 for the tokens of a minibatch with the largest (log w)^2: as many tokens are left out
+        as needed so that the mean over the others is at most `second_moment` (M2PO, Zheng et al. 2025,
+        https://arxiv.org/abs/2510.01161, in the form used by AReaL). Only for level="token". The authors' own code
+        differs: it uses the ratio of the current policy to the rollout's, and counts and leaves out only tokens whose
+        advantage drives that ratio further from 1.
+    low, high: the bounds. `low` is only for "mask", None: 0.5. "second_moment" has neither. second_moment: only for
+        bound="second_moment", None: 0.04.
 
-    `old_log_prob` is that of the trainer's weights when the update begins, `rollout_log_prob` that of the weights that
-    drew the response. So with rollouts of older weights PPO's loss under a correction is that of decoupled PPO (AReaL,
-    Fu et al. 2025, https://arxiv.org/abs/2505.24298): w min(u A, clip(u) A), u = pi / pi_old, which clips
-    around the proximal policy pi_old and weighs by it over the behaviour policy.
-    reference_size: the effective sample size from which on a step is taken whole; below it the learning rate of the
-        minibatch is scaled down, see `step_scale` (VCPO). It is that of the weights before they are bounded: a bound
-        hides the few large weights that make a gradient noisy. None: the rate is left alone.
+    `old_log_prob` comes from the trainer's weights when the update begins, `rollout_log_prob` from the weights that
+    generated the response. So with rollouts of older weights, PPO's loss with a correction is decoupled PPO's (AReaL,
+    Fu et al. 2025, https://arxiv.org/abs/2505.24298): w min(u A, clip(u) A), u = pi / pi_old, which clips around the
+    proximal policy pi_old and weights by its ratio to the behaviour policy.
+    reference_size: the effective sample size below which the learning rate of the minibatch is scaled down, see
+        `step_scale` (VCPO). The sample size is computed from the weights before they are bounded, because a bound hides
+        the few large weights that make a gradient noisy. None: the rate is not scaled.
     """
 
     level: Level = "token"
@@ -93,8 +93,8 @@ class Correction:
 
 
 class CorrectionWeights(NamedTuple):
-    """weight_BT: what the policy loss is multiplied by, 0 outside the mask. bounded_BT: True where truncated or masked.
-    Neither has a gradient."""
+    """weight_BT: the factor of the policy loss, 0 outside the mask. bounded_BT: True where a weight was truncated or
+    masked. Neither has a gradient."""
 
     weight_BT: Tensor
     bounded_BT: Tensor
@@ -102,7 +102,7 @@ class CorrectionWeights(NamedTuple):
 
 @torch.no_grad()
 def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
-    """log w, [B, T], of each token or of its sequence; 0 outside the mask; clamped to [-20, 20].
+    """Return log w, [B, T], of each token or of its sequence; 0 outside the mask; clamped to [-20, 20].
 
     Raises `BadInput` on unequal shapes.
     """
@@ -111,7 +111,7 @@ def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
 
 @torch.no_grad()
 def raw_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
-    """w as it is before a correction bounds it, [B, T], float64; 0 outside the mask.
+    """Return w before a correction bounds it, [B, T], float64; 0 outside the mask.
 
     log w is clamped to [-300, 300], so that sums of squares stay finite. Raises `BadInput` on unequal shapes.
     """
@@ -137,10 +137,10 @@ def correct(
     old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, correction: Correction,
     cut_B1: Tensor | None = None,
 ) -> CorrectionWeights:  # fmt: skip
-    """The weights of whole responses, see `Correction`.
+    """Return the bounded weights of complete responses, see `Correction`.
 
-    rollout_log_prob_BT: of the distribution that was sampled from, after temperature, top-p and top-k. cut_B1: for
-    bound="second_moment", what `second_moment_cut` gives for the minibatch of each row; None: the rows are a minibatch.
+    rollout_log_prob_BT: under the sampled distribution, after temperature, top-p and top-k. cut_B1: only for
+    bound="second_moment": the result of `second_moment_cut` for each row's minibatch; None: the rows are one minibatch.
 
     Raises `BadInput` on unequal shapes.
     """
@@ -164,15 +164,15 @@ def correct(
 def second_moment_cut(
     square_N: Tensor, largest: float, summed: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
-    """The largest c, as [], for which the mean of the (log w)^2 that are at most c is at most `largest`.
+    """Return the largest c, shape [], for which the mean of all (log w)^2 <= c is at most `largest`.
 
-    The mean grows with c, so c is found by narrowing an interval. square_N: float64, of the tokens of a minibatch, or
-    of a rank's share of it. summed: sums a tensor over the ranks that share it.
+    The mean grows with c, so an interval around c is narrowed. square_N: (log w)^2, float64, of the tokens of a
+    minibatch, or of a rank's share of it. summed: sums a tensor over the ranks that share the minibatch.
     """
     ordered_N = square_N.sort().values
     total_N1 = torch.cat((ordered_N.new_zeros(1), ordered_N.cumsum(0)))
     low, high = 0.0, 2 * MAX_LOG_RATIO**2
-    for _ in range(9):  # each narrows it 255 times: to less than the distance of two float64
+    for _ in range(9):  # each narrows the interval by 255: in the end it is below the spacing of float64
         cuts_C = torch.linspace(low, high, 256, dtype=torch.float64, device=square_N.device)
         counts_C = torch.searchsorted(ordered_N, cuts_C, right=True)
         sums_2C = summed(torch.stack((total_N1[counts_C], counts_C.double())))
@@ -182,22 +182,22 @@ def second_moment_cut(
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> float:
-    """(sum w)^2 / (n sum w^2): the share of n weighted samples that counts, in (0, 1]; 0 where all weights are 0.
+    """Return (sum w)^2 / (n sum w^2): the effective share of n weighted samples, in (0, 1]; 0 if all weights are 0.
 
-    Source: Kong 1992, "A note on importance sampling using standardized weights". With equal weights it is 1, with one
-    weight that dwarfs the others 1 / n. total, squares, count: the sums of w, of w^2 and of 1, which add up over
-    micro-batches and ranks.
+    Source: Kong 1992, "A note on importance sampling using standardized weights". Equal weights give 1; one weight far
+    larger than the others gives 1 / n. total, squares, count: the sums of w, of w^2 and of 1, over all micro-batches
+    and ranks.
     """
     return total**2 / (count * squares) if squares > 0 else 0.0
 
 
 def step_scale(effective: float, reference: float) -> float:
-    """VCPO's factor of the learning rate: sqrt(min(1, effective / reference)).
+    """Return VCPO's factor for the learning rate: sqrt(min(1, effective / reference)).
 
     Source: Huang et al. 2026, "Stable Asynchrony", https://arxiv.org/abs/2602.17616: the variance of the policy
-    gradient goes with 1 / effective sample size, and Adam's step with the square root of the batch.
-    effective: the share from `effective_sample_size`, of the `raw_weights` of a minibatch, one a token or one a
-    sequence as the correction's `level` says. reference: that share on fresh rollouts, where only the engine differs.
+    gradient scales with 1 / effective sample size, and Adam's step with the square root of the batch size.
+    effective: the result of `effective_sample_size` for the `raw_weights` of a minibatch, one per token or per sequence
+    according to the correction's `level`. reference: the same for fresh rollouts, where only the engine differs.
 
     Raises `BadInput` unless 0 < reference <= 1.
     """

@@ -1,7 +1,7 @@
-"""From scores to advantages of tokens: token rewards, GAE, REINFORCE, whitening. Suffixes: see `arguments`.
+"""Compute token advantages from scores: token rewards, GAE, REINFORCE, whitening. Suffixes: see `arguments`.
 
-Pure functions, without gradient, in at least fp32. What needs the whole global batch says so: `moments` are summed over
-ranks by the caller. Variances are unbiased: over n - 1. Advantages from the group of a prompt's samples: `groups`.
+Pure functions, without gradient, in at least fp32. Functions that need the whole global batch say so: the caller sums
+`moments` over ranks. Variances are unbiased: over n - 1. Advantages from the group of a prompt's samples: `groups`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from workbench.objectives.kl import KLKind, kl_estimate
 
 @torch.no_grad()
 def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
-    """One score a response, float64 [B]: what the other responses to its prompt are held against.
+    """Return one score per response, float64 [B], for comparison with the other responses to the prompt.
 
-    scores: [B]; or [B, T], of which those `counted` are summed, in float64, so that the same rewards in another order
-        are the same score.
+    scores: [B]; or [B, T]: then the entries selected by `counted` are summed, in float64, so that the same rewards in
+        another order give the same score.
     """
     tokenwise(mask_BT)
     if scores.ndim == 1:
@@ -30,9 +30,9 @@ def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def counted(mask_BT: Tensor) -> Tensor:
-    """Where scores of tokens count towards their response's, [B, T]: inside the mask, or everywhere in a response
-    without any token inside. Such a one, whose loss is masked out because it was cut, say, is not trained on; its score
-    tells as much as the others what its prompt is worth."""
+    """Return which token scores count towards the response's score, [B, T]: those inside the mask, or all if the mask
+    has no token of the response. Such a response, for example one masked out because it was truncated, is not trained
+    on, but its score says as much about the prompt's baseline as the others."""
     inside_BT = mask_BT.bool()
     return inside_BT | ~inside_BT.any(-1, keepdim=True)
 
@@ -46,16 +46,16 @@ def token_rewards(
     beta: float,
     kind: KLKind = "k1",
 ) -> Tensor:
-    """Rewards with a KL penalty, [B, T]; 0 outside the mask.
+    """Return token rewards with a KL penalty, [B, T]; 0 outside the mask.
 
         r_t = -beta k_t + [t is the last valid token] R
 
     Sources: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; Ouyang et al. 2022, https://arxiv.org/abs/2203.02155.
 
-    scores: [B], one score a response (a row without valid tokens has no place for it and drops it); or [B, T], a score
-        for each token, added where the mask is 1.
-    log_prob_BT: of the policy at the start of the update, `old_log_prob`.
-    ref_log_prob_BT: of the reference; None is allowed with beta = 0.
+    scores: [B], one score per response (the score of a row without valid tokens is dropped); or [B, T], a score for
+        each token, added where the mask is 1.
+    log_prob_BT: the policy's at the start of the update, `old_log_prob`.
+    ref_log_prob_BT: the reference's; None is allowed with beta = 0.
 
     Raises `BadInput` on shapes that do not fit, a negative beta, or a missing reference.
     """
@@ -90,7 +90,7 @@ def gae(
     lam: float,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates and returns, both [B, T]; 0 outside the mask.
+    """Return generalised advantage estimates and returns, both [B, T]; 0 outside the mask.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t     = delta_t + gamma lambda A_{t+1}
@@ -98,9 +98,9 @@ def gae(
 
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16.
 
-    t + 1 means the next token that the policy chose: tokens outside the mask (tool output) take no time, so they cost
-    no factor gamma lambda, and rewards or values on them do not count.
-    bootstrap_B: V after the last valid token, 0 for responses that ended; without it all are 0, cut or not.
+    t + 1 is the next token inside the mask: tokens outside the mask (tool output) are no time steps, so they add no
+    factor gamma lambda, and their rewards and values do not count.
+    bootstrap_B: V after the last valid token, 0 for responses that ended; None: 0 for all, truncated or not.
 
     Raises `BadInput` on shapes that do not fit, or gamma or lambda outside [0, 1].
     """
@@ -129,27 +129,27 @@ def gae(
 def reinforce(
     token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE's advantages, reward to go less a baseline, and returns, both [B, T]; 0 outside the mask.
+    """Return REINFORCE's advantages (reward to go minus a baseline) and returns, both [B, T]; 0 outside the mask.
 
         A_t = G_t - b,     G_t = r_t + gamma G_{t+1}
 
-    b: the score of the greedy response to the same prompt in ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505);
-    none in REINFORCE++, the mean score of the group in REINFORCE++-baseline, both whitened afterwards over the global
-    batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262). With one score a response and gamma = 1, A is R - b on
-    every token. A penalty in the token rewards counts from where it stands, and is none of the baseline, which is of
-    plain scores.
+    b: in ReMax, the score of the greedy response to the same prompt (Li et al. 2023, https://arxiv.org/abs/2310.10505);
+    in REINFORCE++, none; in REINFORCE++-baseline, the mean score of the group; both are whitened afterwards over the
+    global batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262). With one score per response and gamma = 1, A is
+    R - b on every token. A penalty in the token rewards counts from its token on. It is not part of the baseline, which
+    is made of plain scores.
 
-    baseline_B: one number a row. Where it does not depend on the row's own tokens the policy gradient stays unbiased.
+    baseline_B: one number per row. If it does not depend on the row's own tokens, the policy gradient stays unbiased.
 
     Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
     """
-    # with V = 0 and lambda = 1 GAE's advantage is the return; tokens outside the mask take no time there
+    # with V = 0 and lambda = 1, GAE's advantage is the return; GAE skips tokens outside the mask
     returns_BT, _ = gae(token_rewards_BT, torch.zeros_like(token_rewards_BT), mask_BT, gamma, 1.0)
     return less_baseline(returns_BT, mask_BT, baseline_B)
 
 
 def less_baseline(returns_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The returns less a number a row, where there is one, as advantages; and the returns."""
+    """Return advantages (the returns minus the row's baseline, if there is one) and the returns."""
     if baseline_B is None:
         return returns_BT, returns_BT
     one_per_row("baseline_B", baseline_B, mask_BT)
@@ -158,11 +158,11 @@ def less_baseline(returns_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor | None
 
 @torch.no_grad()
 def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment, [B], to be added to the score.
+    """Return DAPO's soft overlong punishment, [B], to be added to the score.
 
-        0                                   where |y| <= longest - buffer
-        (longest - buffer - |y|) / buffer   beyond it, down to
-        -1                                  where |y| >= longest
+        0                                   if |y| <= longest - buffer
+        (longest - buffer - |y|) / buffer   between
+        -1                                  if |y| >= longest
 
     Source: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13. lengths_B, longest, buffer: tokens.
 
@@ -175,15 +175,15 @@ def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
 
 @torch.no_grad()
 def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[count, sum, sum of squares] of the valid entries, float64. For `whiten`, add them up over shards and ranks."""
+    """Return [count, sum, sum of squares] of the valid entries, float64. For `whiten`, sum them over all ranks."""
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     valid = x_BT[mask_BT.bool()].double()
     return torch.stack((valid.new_tensor(valid.numel()), valid.sum(), valid.square().sum()))
 
 
 def explained_variance(returns: Tensor, errors: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns), of a critic: 1 foresees all, 0 no more than the mean return, below 0
-    less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`.
+    """Return a critic's 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than the mean return, below
+    0 worse; NaN if all returns are equal. returns, errors: `moments` of the returns, and of returns - values.
 
     Raises `BadInput` on other shapes.
     """
@@ -195,10 +195,10 @@ def explained_variance(returns: Tensor, errors: Tensor) -> float:
 
 @torch.no_grad()
 def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps), [B, T]; 0 outside the mask. For advantages; returns are never whitened.
+    """Return (x - mean) / sqrt(var + eps), [B, T]; 0 outside the mask. For advantages; returns are never whitened.
 
-    moments: those of the whole global batch, from `moments`. The variance is the unbiased one; that of a single entry
-        is taken as 0. From float64 sums it has a relative error of some 1e-16 mean^2 / var.
+    moments: of the whole global batch, from `moments`. The variance is the unbiased one, and 0 for a single entry.
+        From float64 sums it has a relative error of about 1e-16 mean^2 / var.
 
     Raises `BadInput` on shapes that do not fit.
     """

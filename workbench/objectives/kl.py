@@ -1,4 +1,4 @@
-"""KL(pi || ref) from the log-probabilities of sampled tokens: as an estimate, as a loss, and held near a target; and
+"""KL(pi || ref) from log-probabilities of sampled tokens (estimates, losses, a controller for its coefficient), and
 divergences of a student's next-token distribution from its teacher's. Suffixes: see `arguments`; N tokens, K outcomes.
 """
 
@@ -16,13 +16,13 @@ from workbench.objectives.arguments import full, same_shape, within
 KLKind = Literal["k1", "k2", "k3"]
 KLLoss = Literal["k1", "k2", "k3", "k3_corrected"]
 
-# exp(20) = 4.9e8 sums without overflow in fp32. Where one policy finds a sampled token 20 nats likelier than the other,
-# something is wrong, and the size of the gap says nothing more.
+# Sums of exp(20) = 4.9e8 do not overflow in fp32. If two policies differ by 20 nats on a sampled token, something is
+# wrong, and a larger difference has no further meaning.
 MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1") -> Tensor:
-    """Per-token estimate of KL(pi || ref), nats, at least fp32, shape [B, T] (any common shape is taken).
+    """Return a per-token estimate of KL(pi || ref) in nats, at least fp32, [B, T] (any common shape is accepted).
 
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. With d = log pi - log ref
     at tokens sampled from pi:
@@ -31,10 +31,10 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1
         k2 = d^2 / 2            biased, never negative
         k3 = exp(-d) - 1 + d    unbiased, never negative
 
-    In the *reward* (detached) k1 is the right choice: its policy gradient is that of KL(pi || ref). As a *loss* they
-    behave otherwise, see `kl_loss`.
+    In the *reward* (detached) k1 is the right choice: its policy gradient is that of KL(pi || ref). As a *loss* the
+    kinds behave differently, see `kl_loss`.
 
-    k3 takes d as no less than -20, so that exp(-d) stays finite; past that bound its gradient is 0.
+    k3 clamps d to at least -20, so that exp(-d) stays finite; below this bound its gradient is 0.
 
     Raises `BadInput` on unequal shapes or an unknown kind.
     """
@@ -45,14 +45,14 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1
     if kind == "k2":
         return 0.5 * d_BT.square()
     if kind == "k3":
-        # Clamping d, not only the exponent: past the bound the lone +d would give a gradient of the wrong sign.
+        # Clamp d, not only the exponent: beyond the bound, +d alone would give a gradient of the wrong sign.
         d_BT = d_BT.clamp(min=-MAX_LOG_RATIO)
         return (-d_BT).expm1() + d_BT
     raise BadInput(f"kind={kind!r}", "must be one of 'k1', 'k2', 'k3'")
 
 
 def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
-    """rho = pi / pi_old, differentiable in `log_prob_BT` only; its logarithm is clamped to [-20, 20].
+    """Return rho = pi / pi_old, differentiable in `log_prob_BT` only; its logarithm is clamped to [-20, 20].
 
     Raises `BadInput` on unequal shapes.
     """
@@ -64,16 +64,16 @@ def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
 def kl_loss(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLLoss = "k3_corrected"
 ) -> Tensor:
-    """A per-token loss whose gradient, over tokens sampled from pi_old, is that of a divergence, [B, T].
+    """Return a per-token loss whose gradient, over tokens sampled from pi_old, is a divergence's, [B, T].
 
-    What the expected gradient is at pi = pi_old:
+    The expected gradient at pi = pi_old is the gradient of
 
-        k1              0: it does nothing
-        k2              that of KL(pi || ref)
-        k3              that of KL(ref || pi), the other direction
-        k3_corrected    rho k3, rho = pi / pi_old: that of KL(pi || ref), and still so when pi has left pi_old
+        k1              nothing: it is 0, the loss has no effect
+        k2              KL(pi || ref)
+        k3              KL(ref || pi), the other direction
+        k3_corrected    KL(pi || ref), also if pi differs from pi_old; the loss is rho k3, rho = pi / pi_old
 
-    The last one's expectation is KL(pi || ref) itself wherever pi is. Gradients flow into `log_prob_BT` only.
+    The expectation of k3_corrected is KL(pi || ref) itself for any pi. Gradients flow into `log_prob_BT` only.
     Sources: `kl_estimate` for the three estimators; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1, for
     the correction.
 
@@ -87,15 +87,15 @@ def kl_loss(
 
 
 def adaptive_kl_step(coefficient: float, kl: float, target: float, responses: int, horizon: int) -> float:
-    """The KL coefficient after a batch, moved towards the value at which the KL is `target`.
+    """Return the KL coefficient after a batch, moved towards the value at which the KL is `target`.
 
         e  = clip(KL / target - 1, -0.2, 0.2)
         c' = c (1 + e responses / horizon)
 
-    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2 (there K = 0.1 a batch, which is the
-    gain responses / horizon of their code). kl: of the policy to the reference, nats a whole response, mean over the
-    batch. responses: of this batch. horizon: responses after which a KL of 20 % too much has raised the coefficient
-    by about 20 %. A coefficient that is left alone is the fixed controller.
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2 (K = 0.1 per batch in the paper, which is
+    the gain responses / horizon in their code). kl: of the policy to the reference, in nats per complete response, mean
+    over the batch. responses: in this batch. horizon: the number of responses after which a KL that is 20 % too high
+    has raised the coefficient by about 20 %. For a fixed coefficient, do not call this.
 
     Raises `BadInput` on a coefficient or target that is not more than 0, a KL that is not finite, or a batch of more
     than 5 horizons, which could turn the coefficient's sign.
@@ -112,17 +112,18 @@ def adaptive_kl_step(coefficient: float, kl: float, target: float, responses: in
 
 
 def divergence(teacher_NK: Tensor, student_NK: Tensor, beta: float = 1.0) -> Tensor:
-    """How far the student's distribution over K outcomes is from the teacher's, [N], nats, from log-probabilities.
+    """Return the divergence of the student's distribution over K outcomes from the teacher's, [N], in nats.
 
-        beta 0             KL(teacher || student): forward, covers what the teacher does
-        beta 1             KL(student || teacher): reverse, keeps to what the teacher does most
+        beta 0             KL(teacher || student): forward, mode-covering
+        beta 1             KL(student || teacher): reverse, mode-seeking
         0 < beta < 1       beta KL(teacher || m) + (1 - beta) KL(student || m),  m = beta teacher + (1 - beta) student
 
-    The last is the generalised Jensen-Shannon divergence; 0.5 is the usual one. It tends to 0 at both ends, where the
-    KL is taken in its place: divided by beta, or by 1 - beta, it tends to that. Gradients flow into the student alone.
+    The last is the generalised Jensen-Shannon divergence; 0.5 is the usual one. It tends to 0 at both ends; there the
+    KL is used instead, which is the limit of the divergence divided by beta, or by 1 - beta. The arguments are
+    log-probabilities. Gradients flow into the student only.
 
-    Source: GKD, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, section 2 and equation 1, where beta means
-    the same; TRL takes the same values at the ends.
+    Source: GKD, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, section 2 and equation 1, with the same beta;
+    TRL uses the same values at the ends.
 
     Raises `BadInput` on unequal shapes, and on beta outside [0, 1].
     """
@@ -142,15 +143,15 @@ def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
 
 
 def coarsened(log_probs_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """The distribution over K chosen tokens and, as one more outcome, all others: log-probabilities [N, K + 1].
+    """Merge all tokens but K chosen ones into one further outcome: log-probabilities [N, K + 1].
 
-    log_probs_NV: over the whole vocabulary. ids_NK: different tokens in each row. Where they are all tokens there is no
-    other outcome, and the result is [N, V]. A divergence of two distributions that are made coarser alike is at most
-    that of the whole ones (data processing inequality), and equal to it where K is V.
+    log_probs_NV: over the whole vocabulary. ids_NK: distinct tokens in each row. If they are all tokens, there is no
+    further outcome, and the result is [N, V]. The divergence of two distributions that were merged in the same way is
+    at most the divergence of the full ones (data processing inequality), and equal to it if K is V.
     """
     chosen_NK = log_probs_NV.gather(-1, ids_NK)
     if ids_NK.shape[-1] == log_probs_NV.shape[-1]:
         return chosen_NK
-    # summed over the others themselves: 1 - sum over the chosen would be rounding where the others have little
+    # sum the other tokens directly: 1 - (sum of the chosen) would be mostly rounding error if the others are unlikely
     others_NV = log_probs_NV.scatter(-1, ids_NK, -torch.inf)
     return torch.cat([chosen_NK, others_NV.logsumexp(-1, keepdim=True)], dim=-1)

@@ -1,4 +1,4 @@
-"""Reward and cost in one, for Safe-RLHF: advantages at a multiplier, and its step. Suffixes: see `arguments`."""
+"""Safe-RLHF's Lagrangian: advantages of reward and cost, and the multiplier's step. Suffixes: see `arguments`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, within
 
-# Far past what can be told from infinity in fp32, and still a number to divide by.
+# In fp32, advantages at this multiplier equal those at infinity, but one can still divide by it.
 MAX_MULTIPLIER = 1e9
 
 
 @torch.no_grad()
 def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: float) -> Tensor:
-    """Safe-RLHF's advantages for reward and cost in one, [B, T].
+    """Combine the advantages of reward and cost, as in Safe-RLHF, [B, T].
 
         A = (A_r - lambda A_c) / (1 + lambda)
 
-    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773. Its policy gradient is that of the
-    Lagrangian J_r - lambda (J_c - limit), divided by 1 + lambda so that a large multiplier makes no large steps.
-    At lambda = 0 it is A_r; as lambda grows it goes to -A_c.
+    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773. The policy gradient with A is the gradient of the
+    Lagrangian J_r - lambda (J_c - limit), divided by 1 + lambda so that a large multiplier does not make large steps.
+    At lambda = 0, A is A_r; as lambda grows, A tends to -A_c.
 
     Raises `BadInput` on unequal shapes or a multiplier that is negative or infinite.
     """
@@ -34,13 +34,13 @@ def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: fl
 def dual_step(
     multiplier: float, mean_cost: float, limit: float, learning_rate: float, bounds: tuple[float, float]
 ) -> float:
-    """The multiplier after one step of gradient ascent on its logarithm; it never leaves `bounds`.
+    """Return the multiplier after one step of gradient ascent on its logarithm, clamped to `bounds`.
 
         ln lambda' = ln lambda + learning_rate * lambda * (J_c - limit)
 
     Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773, equation 31: d/d(ln lambda) of lambda (J_c - limit).
-    The step is proportional to lambda itself, so the lower bound also says how fast a multiplier that was not needed
-    for long comes back. mean_cost: of one response, over the rollouts of the policy as it is now.
+    The step is proportional to lambda itself, so the lower bound also sets how fast a multiplier grows again after it
+    was not needed for a long time. mean_cost: per response, over the rollouts of the current policy.
 
     Raises `BadInput` on a cost that is not finite, a multiplier outside the bounds, or bounds that are not
     0 < low <= high.
@@ -53,5 +53,5 @@ def dual_step(
     if not math.isfinite(mean_cost):
         raise BadInput(f"mean_cost={mean_cost!r}", "must be a finite number")
     log = math.log(multiplier) + learning_rate * multiplier * (mean_cost - limit)
-    # exp(log(bound)) need not be the bound to the last bit
+    # exp(log(bound)) may differ from the bound in the last bit
     return low if log <= math.log(low) else high if log >= math.log(high) else math.exp(log)

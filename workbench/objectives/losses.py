@@ -1,10 +1,10 @@
-"""Losses of each token, [B, T], of PPO and related methods; `aggregation` makes one number of them.
+"""Token losses, [B, T], of PPO and related methods; `aggregation` combines them into one number.
 
 `arguments` explains the suffixes of names; N is the number of tokens of a minibatch inside the mask.
 
 KL-Cov and Clip-Cov are policy losses that hold back the few tokens which lower the entropy most. The entropy of a
 softmax policy falls with the covariance of log pi and A over its actions (Cui et al. 2025,
-https://arxiv.org/abs/2505.22617, theorem 1). Both losses look for the tokens with a large share of it.
+https://arxiv.org/abs/2505.22617, theorem 1). Both losses select tokens with a large share of this covariance.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
 from workbench.support.validation import FINITE, NonNegativeFloat, Number, Rule, settings
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
-# (clip_low, clip_high) of each loss where none is given: those of its paper
+# the default (clip_low, clip_high) of each loss, from its paper
 CLIPS: dict[PolicyLoss, tuple[float, float]] = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 2.0)}
 
 
 class PolicyStats(NamedTuple):
-    """Per token and without gradient, so that masked sums of them add up over micro-batches and ranks.
+    """Statistics per token, without gradient, so that their masked sums add up over micro-batches and ranks.
 
     ratio_BT: pi / pi_old, of the token or (GSPO) of the sequence. clipped_BT: True where a clip changed the objective;
-    for PPO and GSPO it thereby stopped the gradient, for CISPO it bounds the gradient's weight.
+    in PPO and GSPO this stops the gradient, in CISPO it bounds the gradient's weight.
     """
 
     ratio_BT: Tensor
@@ -47,10 +47,10 @@ def policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """The loss of that name, [B, T]. dual_clip is for "ppo" alone, the mask is read by "gspo" alone.
+    """Compute the named loss, [B, T]. dual_clip: only for "ppo". mask_BT: read by "gspo" only.
 
-    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, on an unknown name, on a dual clip for another
-    loss than "ppo", and on a clip for "sapo".
+    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, and on an unknown name, on a dual clip for
+    another loss than "ppo", and on a clip for "sapo".
     """
     if kind == "sapo":
         for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("dual_clip", dual_clip)):
@@ -72,7 +72,7 @@ def policy_loss(
 
 
 def clips(kind: PolicyLoss, clip_low: float | None = None, clip_high: float | None = None) -> tuple[float, float]:
-    """Both bounds: None, None: those of the loss's paper; clip_low alone holds for both sides."""
+    """Return both clip bounds of a loss: its paper's if both are None; clip_low for both sides if given alone."""
     low, high = CLIPS.get(kind, CLIPS["ppo"])
     if clip_low is not None:
         low = high = clip_low
@@ -87,7 +87,7 @@ def ppo_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """PPO's clipped surrogate, negated, [B, T]. Gradients flow into `log_prob_BT` only.
+    """Compute PPO's negated clipped surrogate, [B, T]. Gradients flow into `log_prob_BT` only.
 
         rho  = exp(log pi - log pi_old)
         J    = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
@@ -98,7 +98,7 @@ def ppo_loss(
     https://arxiv.org/abs/2503.14476, section 3.1; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
 
     Before the first optimizer step pi = pi_old: rho is 1, nothing is clipped, the loss is -A. The log-ratio is clamped
-    to [-20, 20], past which the gradient is 0.
+    to [-20, 20]; outside, the gradient is 0.
 
     Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0, dual_clip < 1.
     """
@@ -121,16 +121,16 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[Tensor, PolicyStats]:
-    """GSPO: the ratio and the clip belong to the sequence, [B, T]. Gradients flow into `log_prob_BT` only.
+    """Compute GSPO's loss, with ratio and clip per sequence, [B, T]. Gradients flow into `log_prob_BT` only.
 
         s_i  = exp(mean_t (log pi - log pi_old))
-        s_it = sg(s_i) pi / sg(pi)              the value of s_i; the gradient of token t
+        s_it = sg(s_i) pi / sg(pi)              has the value of s_i and the gradient of token t
         loss = -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t)
 
     Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, in the form that the paper calls GSPO-token
-    (sg: without gradient). With one advantage a sequence its gradient, under every aggregation, is that of
-    the plain form, and a sequence is clipped as a whole. The mean is over the tokens of the mask. The paper's bounds
-    (the defaults here) are small because s is a geometric mean, which stays near 1.
+    (sg: stop-gradient). With one advantage per sequence, its gradient equals plain GSPO's under every aggregation, and
+    a sequence is clipped as a whole. The mean is over tokens inside the mask. The paper's bounds (the defaults here)
+    are small because s is a geometric mean, which stays near 1.
 
     Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
     """
@@ -141,7 +141,7 @@ def gspo_loss(
     log_ratio_BT = torch.where(mask_BT, log_prob_BT.detach() - full(old_log_prob_BT).detach(), 0.0)
     mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     sequence_B1 = mean_B1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    # exp(0) = 1 exactly, so tokens of a sequence are clipped together, at the same value
+    # exp(0) is exactly 1, so all tokens of a sequence have the same ratio and are clipped together
     ratio_BT = sequence_B1 * (log_prob_BT - log_prob_BT.detach()).exp()
     unclipped_BT = ratio_BT * advantages_BT
     objective_BT = torch.minimum(unclipped_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT)
@@ -155,14 +155,14 @@ def cispo_loss(
     clip_low: float = 1.0,
     clip_high: float = 2.0,
 ) -> tuple[Tensor, PolicyStats]:
-    """CISPO: REINFORCE whose importance weight is clipped, so that no token loses its gradient, [B, T].
+    """Compute CISPO's loss, [B, T]: REINFORCE with a clipped importance weight, so that no token loses its gradient.
 
         loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi
 
-    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5. Here, as there, the epsilons are distances
-    from 1: clip_high=2 lets weights reach 3. (Where a library calls the cap itself epsilon, give cap - 1.)
-    clip_low=1 is no lower bound, which is what the paper trains with. The value of the loss is not -A at pi = pi_old,
-    as PPO's is; its gradient is the same there.
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5. As in the paper, the epsilons are distances
+    from 1: clip_high=2 allows weights up to 3. (If a library calls the cap itself epsilon, give cap - 1.) clip_low=1
+    means no lower bound, as in the paper's training. At pi = pi_old, the loss does not have the value -A, as PPO's
+    does, but its gradient equals PPO's.
 
     Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
     """
@@ -179,13 +179,13 @@ def sapo_loss(
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
 ) -> tuple[Tensor, PolicyStats]:
-    """SAPO: a smooth gate in place of PPO's clip, [B, T]. Gradients flow into `log_prob_BT` only.
+    """Compute SAPO's loss, [B, T]: a smooth gate instead of PPO's clip. Gradients flow into `log_prob_BT` only.
 
-        loss = -4 / tau sigmoid(tau (rho - 1)) A        tau: of positive advantages, or of the others
+        loss = -4 / tau sigmoid(tau (rho - 1)) A        tau: temperature_positive if A > 0, else temperature_negative
 
-    Source: Soft Adaptive Policy Optimization, https://arxiv.org/abs/2511.20347, in the form that TRL has it
-    (`loss_type="sapo"`). At pi = pi_old its gradient is that of -A log pi; away from there it falls smoothly, faster
-    where A <= 0. Nothing is clipped.
+    Source: Soft Adaptive Policy Optimization, https://arxiv.org/abs/2511.20347, in TRL's form (`loss_type="sapo"`).
+    At pi = pi_old its gradient is that of -A log pi; farther away it shrinks smoothly, faster where A <= 0. Nothing is
+    clipped.
 
     Raises `BadInput` on unequal shapes, and on temperatures that are not above 0.
     """
@@ -202,7 +202,7 @@ def sapo_loss(
 def _checked(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """The advantages, without gradient and in full precision, once all is as a policy loss needs it."""
+    """Check the arguments of a policy loss; return the advantages without gradient, in at least fp32."""
     same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT)
     within("clip_low", clip_low, 0.0, 1.0)
     within("clip_high", clip_high, 0.0)
@@ -212,14 +212,14 @@ def _checked(
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The critic's squared error, optionally clipped around the values at the start of the update, [B, T]; and where
-    the clip changed the error, and stopped the gradient.
+    """Return the critic's squared error, [B, T], optionally clipped around the values at the start of the update; and
+    True where the clip changed the error and stopped the gradient.
 
         loss = 1/2 (V - G)^2
         loss = 1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)      if clip is given
 
-    Source: the clipped form is that of https://github.com/openai/baselines, `ppo2/model.py`. Gradients flow into
-    `values_BT` only. `old_values_BT` are the values that the advantages were made with; they serve the clip alone.
+    Source: the clipped form is from https://github.com/openai/baselines, `ppo2/model.py`. Gradients flow into
+    `values_BT` only. old_values_BT: the values used for the advantages; they are needed for the clip only.
 
     Raises `BadInput` on unequal shapes or a negative clip.
     """
@@ -238,12 +238,12 @@ Share = Annotated[Number, Field(gt=0, le=1), Rule("must be a share of the tokens
 
 @settings()
 class KLCov:
-    """`update_actor(loss=KLCov())`: the tokens with the largest covariances get a penalty, and nothing is clipped.
+    """`update_actor(loss=KLCov())`: tokens with the largest covariances get a penalty; nothing is clipped.
 
         loss = -rho A + (coefficient |log pi - log pi_old| at the chosen tokens)
 
-    share: of a minibatch's tokens, at least one; the authors take 0.002 for 7B parameters and 0.0002 for 32B. The
-    penalty has no gradient where pi = pi_old: it acts from the second optimizer step on the same rollouts on.
+    share: the share of a minibatch's tokens to choose, at least one token; the authors use 0.002 for 7B parameters and
+    0.0002 for 32B. The penalty's gradient is 0 at pi = pi_old, so it acts from the rollouts' second optimizer step on.
     """
 
     share: Share = 0.002
@@ -252,11 +252,11 @@ class KLCov:
 
 @settings()
 class ClipCov:
-    """`update_actor(loss=ClipCov())`: a few tokens, drawn among those whose covariance is within the bounds, have no
+    """`update_actor(loss=ClipCov())`: a few tokens, drawn from those with a covariance within the bounds, have no
     gradient; the others have PPO's clipped loss.
 
-    share: of a minibatch's tokens, at least one, to draw. low, high: the bounds of the covariance. The authors' clip is
-    1, the default here: the ratio stays within [0, 2].
+    share: the share of a minibatch's tokens to draw, at least one token. low, high: the bounds of the covariance. The
+    default clip is 1, as in the authors' code: the ratio stays within [0, 2].
     """
 
     share: Share = 0.0002
@@ -269,12 +269,12 @@ class ClipCov:
 
 
 CovarianceLoss = KLCov | ClipCov
-CLIP = 1.0  # of ClipCov, where none is given
+CLIP = 1.0  # the default clip of ClipCov
 
 
 def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
-    """By name, the clips of an update with such values of `loss`, `clip` and `clip_high`, of which the clips may be
-    None; empty for a loss that has none, or that is a user's function."""
+    """Return the clips that an update uses, by name. values: its `loss`, `clip` and `clip_high`; the clips may be None.
+    {} if the loss has no clip or is a user's function."""
     loss, clip = values.get("loss"), values.get("clip")
     if isinstance(loss, ClipCov):
         loss, clip = "ppo", CLIP if clip is None else clip
@@ -285,7 +285,7 @@ def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """(log pi - mean log pi) (A - mean A) of each token, float64 [N]: its part of N times the covariance.
+    """Return (log pi - mean log pi) (A - mean A) per token, float64 [N]: its part of N times the covariance.
 
     Source: Cui et al. 2025, equation 10. Raises `BadInput` on unequal shapes.
     """
@@ -295,8 +295,8 @@ def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:
 
 
 def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generator) -> Tensor:
-    """Which tokens a loss holds back, bool [N]: the share with the largest covariances, or that share drawn from those
-    strictly within the bounds. Raises `BadInput` unless the covariances are [N]."""
+    """Return which tokens a loss holds back, bool [N]. KLCov: its share with the largest covariances; ClipCov: its
+    share, drawn from tokens strictly within the bounds. Raises `BadInput` unless the covariances are [N]."""
     if covariances_N.ndim != 1:
         raise BadInput(f"covariances_N of shape {list(covariances_N.shape)}", "must be [tokens]")
     chosen_N = torch.zeros(len(covariances_N), dtype=torch.bool)
@@ -313,7 +313,7 @@ def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generato
 def kl_cov_loss(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, held_back_BT: Tensor, coefficient: float = 1.0
 ) -> Tensor:
-    """The loss of `KLCov`, [B, T]. Gradients flow into `log_prob_BT` only. Raises `BadInput` on unequal shapes."""
+    """Compute the loss of `KLCov`, [B, T]. Gradients flow into `log_prob_BT` only; `BadInput` on unequal shapes."""
     same_shape(
         log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT, held_back_BT=held_back_BT
     )

@@ -1,7 +1,7 @@
-"""Losses on pairs of answers to one prompt, of which people prefer the chosen one, and on single rated answers.
+"""Losses on pairs of answers to one prompt (a chosen and a rejected one), and on single rated answers.
 
-A pair's loss depends on both of its answers, so both go through the model in one micro-batch; the loss of a minibatch
-is the mean over all of its pairs (or answers), on all ranks. Suffixes: P pairs of a micro-batch, B answers.
+A pair's loss depends on both answers, so both go through the model in one micro-batch. The loss of a minibatch is the
+mean over all its pairs (or answers) on all ranks. Suffixes: P pairs of a micro-batch, B answers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.nn.functional import logsigmoid
 from workbench.objectives.arguments import full, same_shape, within
 from workbench.support.validation import at_least
 
-# ORPO takes a mean token probability above this as this: the odds of 1 are infinite.
+# ORPO clamps mean token probabilities to this, because the odds of 1 are infinite.
 MOST_PROBABLE = 1 - 1e-6
 
 
 def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None = None) -> Tensor:
-    """The loss of a reward model on the scores of both answers, [P].
+    """Compute a reward model's loss from the scores of both answers, [P].
 
         loss = -log sigmoid(r_chosen - r_rejected - margin)
 
     Sources: the Bradley-Terry likelihood of Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4, and
-    InstructGPT, https://arxiv.org/abs/2203.02155, equation 1; the margin, by how much more the chosen answer is
-    preferred: Llama 2, https://arxiv.org/abs/2307.09288, equation 2.
+    InstructGPT, https://arxiv.org/abs/2203.02155, equation 1; the margin, the degree of preference for the chosen
+    answer: Llama 2, https://arxiv.org/abs/2307.09288, equation 2.
 
-    Equal scores without a margin cost log 2. Finite, with its right gradient, however far the scores lie apart.
+    Equal scores without a margin give log 2. The loss is finite and its gradient correct for any distance of scores.
 
     Raises `BadInput` on unequal shapes.
     """
@@ -39,7 +39,7 @@ def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None 
 
 
 class DPOStats(NamedTuple):
-    """Per pair and without gradient: beta times how much likelier each answer became than under the reference."""
+    """Implicit rewards per pair, without gradient: beta times each answer's log-ratio to the reference."""
 
     chosen_rewards_P: Tensor
     rejected_rewards_P: Tensor
@@ -53,15 +53,15 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, DPOStats]:
-    """Direct preference optimization, [P], from log-probabilities of whole answers: sums over response tokens, nats.
+    """Compute DPO's loss, [P], from log-probabilities of whole answers: sums over response tokens, in nats.
 
         h    = beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected))
         loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
 
-    Sources: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7; label smoothing, the share of pairs
-    whose label is taken to be wrong: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, equation 3.
+    Sources: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7; label smoothing, the assumed share of
+    pairs with a wrong label: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, equation 3.
 
-    While pi is the reference, the loss is log 2. Gradients flow into `chosen_P` and `rejected_P` only.
+    If pi is the reference, the loss is log 2. Gradients flow into `chosen_P` and `rejected_P` only.
 
     Raises `BadInput` on unequal shapes, beta < 0, label_smoothing outside [0, 0.5].
     """
@@ -84,18 +84,18 @@ def ipo_loss(
     rejected_tokens_P: Tensor,
     beta: float = 0.1,
 ) -> tuple[Tensor, DPOStats]:
-    """Identity preference optimization, [P], from log-probabilities of whole answers and their numbers of tokens.
+    """Compute IPO's loss, [P], from log-probabilities of whole answers and their numbers of tokens.
 
         h    = (log pi - log ref)(chosen) / chosen_tokens - (log pi - log ref)(rejected) / rejected_tokens
         loss = (h - 1 / (2 beta))^2
 
     Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036, equation 17, where beta is tau and h has sums over
-    tokens. The authors' results are with means over tokens, as TRL's `loss_type="ipo"` says and computes it: with sums
-    the distance to the same 1 / (2 beta) depends on the length of the answers. With numbers of tokens of 1 it is the
-    equation.
+    tokens. The authors' results use means over tokens, as TRL's `loss_type="ipo"` says and does: with sums, the
+    distance to the same 1 / (2 beta) would depend on the length of the answers. With all numbers of tokens set to 1,
+    this is the paper's equation.
 
-    Where DPO raises h without end for a pair that is always preferred, this loss is 0 at h = 1 / (2 beta). Gradients
-    flow into `chosen_P` and `rejected_P` only. Its stats are the terms of h times beta.
+    DPO raises h without limit for a pair that is always preferred; this loss is 0 at h = 1 / (2 beta). Gradients flow
+    into `chosen_P` and `rejected_P` only. The stats are beta times the two terms of h.
 
     Raises `BadInput` on unequal shapes, and on beta <= 0.
     """
@@ -111,7 +111,7 @@ def ipo_loss(
 
 
 class ORPOStats(NamedTuple):
-    """Per pair and without gradient: the log-odds of both answers, and the part of the loss that is fine-tuning's."""
+    """Statistics per pair, without gradient: the log-odds of both answers, and the fine-tuning part of the loss."""
 
     chosen_log_odds_P: Tensor
     rejected_log_odds_P: Tensor
@@ -121,16 +121,16 @@ class ORPOStats(NamedTuple):
 def orpo_loss(
     chosen_P: Tensor, rejected_P: Tensor, chosen_tokens_P: Tensor, rejected_tokens_P: Tensor, beta: float = 0.1
 ) -> tuple[Tensor, ORPOStats]:
-    """Odds ratio preference optimization, [P], from log-probabilities of whole answers and their numbers of tokens.
+    """Compute ORPO's loss, [P], from log-probabilities of whole answers and their numbers of tokens.
 
         log P(y) = log pi(y) / tokens(y)
         odds(y)  = P(y) / (1 - P(y))
         loss     = -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
 
     Source: Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 1, 4, 6 and 7; beta is the paper's lambda.
-    There is no reference: the first term, fine-tuning on the chosen answer, keeps the policy at the data. It is the
-    mean over the tokens of each answer, then over pairs, as equation 6 has it; TRL takes it over the tokens of prompts
-    and chosen answers together. Answers whose mean token is likelier than 1 - 1e-6 count as if it were that.
+    There is no reference: the first term, fine-tuning on the chosen answer, keeps the policy near the data. This term
+    is a mean over each answer's tokens, then over pairs, as in equation 6; TRL uses one mean over the tokens of all
+    prompts and chosen answers. P(y) is clamped to 1 - 1e-6 in the odds.
 
     Raises `BadInput` on unequal shapes, and on beta < 0.
     """
@@ -158,16 +158,16 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Kahneman-Tversky optimization, [B], from log-probabilities of whole answers: sums over response tokens, nats.
-    With it the implicit rewards beta r, [B], without gradient.
+    """Compute KTO's loss, [B], from log-probabilities of whole answers: sums over response tokens, in nats. Also return
+    the implicit rewards beta r, [B], without gradient.
 
         r    = log pi(y | x) - log ref(y | x)
         loss = desirable_weight   (1 - sigmoid(beta (r - kl)))    of a desirable answer
                undesirable_weight (1 - sigmoid(beta (kl - r)))    of an undesirable one
 
-    desirable_B: 1 (or True) for desirable answers. kl: the reference point, an estimate of KL(pi || ref) that all
-    answers of a minibatch share, and that has no gradient. The authors and TRL take the mean of log pi - log ref over
-    answers to other prompts (each prompt with the answer of the row before it), cut at 0.
+    desirable_B: 1 (or True) for desirable answers. kl: the reference point, an estimate of KL(pi || ref), without
+    gradient, the same for all answers of a minibatch. The authors and TRL use the mean of log pi - log ref over answers
+    to other prompts (each prompt with the answer of the row before it), clamped to at least 0.
 
     Source: Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4 (the loss of KTO, where the weights are
     lambda_D and lambda_U), and the authors' `KTOTrainer.loss` in ContextualAI/HALOs.

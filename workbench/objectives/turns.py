@@ -1,11 +1,11 @@
-"""Turns of a conversation as actions: what a policy says between two answers of its environment; and macro actions:
-several tokens as one action, so that credit has fewer steps to travel. Suffixes: see `arguments`.
+"""Advantages for actions of several tokens. A turn is all that the policy says between two answers of its environment;
+a macro action is any run of tokens, so that credit passes through fewer steps. Suffixes: see `arguments`.
 
-K counts the turns of the longest response. ends_BT: true on the last token of each turn, whatever the mask is there. A
-turn of which no token is inside the mask takes no time, and its reward does not count.
+K: the turns of the response with the most turns. ends_BT: true on the last token of each turn, inside or outside the
+mask. A turn without a token inside the mask is no time step, and its reward does not count.
 
-M counts the macro actions of the longest response. Source: MA-PPO, Chai et al. 2024, https://arxiv.org/abs/2410.02743.
-Its termination by parsing is left to who has a parser: `macro_gae` takes any endings.
+M: the macro actions of the response with the most. Source: MA-PPO, Chai et al. 2024, https://arxiv.org/abs/2410.02743.
+The paper's termination by parsing needs a parser and is not here; but `macro_gae` takes any ends.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def turn_gae(
     lam: float,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """GAE over turns; advantages and returns, both [B, T]; 0 outside the mask.
+    """Return advantages and returns of GAE over turns, both [B, T]; 0 outside the mask.
 
         r_k     = sum of r_t over the tokens of turn k inside the mask
-        V_k     = V_t at the first of them: the value of the conversation before the turn
+        V_k     = V_t at the first of these tokens: the value of the conversation before the turn
         delta_k = r_k + gamma V_{k+1} - V_k
         A_k     = delta_k + gamma lambda A_{k+1},     G_k = A_k + V_k
 
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16, with a turn as the action, as in the
     utterance-level critic of ArCHer, Zhou et al. 2024, https://arxiv.org/abs/2402.19446. Each token gets the advantage
-    and the return of its turn. Values inside a turn do not count. bootstrap_B: as in `gae`. Where each turn has one
-    token it is `gae`, to the last bit.
+    and the return of its turn. Values inside a turn do not count. bootstrap_B: as in `gae`. If each turn has one token,
+    the result is bitwise that of `gae`.
 
-    Raises `BadInput` as `gae` does, or where a token inside the mask stands behind the last end.
+    Raises `BadInput` as `gae` does, or if a token inside the mask comes after the last end.
     """
     turn_BT, sums_BK, has_BK = _turns(token_rewards_BT, mask_BT, ends_BT)
     same_shape(mask_BT=mask_BT, values_BT=values_BT)
@@ -58,11 +58,11 @@ def turn_gae(
 def turn_reinforce(
     token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE over turns: reward to go from a turn on, less a baseline, and returns, both [B, T]; 0 outside the mask.
+    """Return advantages (reward to go of turns minus a baseline) and returns, both [B, T]; 0 outside the mask.
 
         A_t = G_k - b,     G_k = r_k + gamma G_{k+1}
 
-    k: the turn of token t; discounts count turns. baseline_B: one number a row, as in `reinforce`.
+    k: the turn of token t; gamma is applied per turn. baseline_B: one number per row, as in `reinforce`.
 
     Raises `BadInput` as `turn_gae` does.
     """
@@ -72,7 +72,7 @@ def turn_reinforce(
 
 
 def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The turn of each token [B, T], the reward of each turn [B, K], and whether it has a token inside the mask."""
+    """Return each token's turn [B, T], each turn's reward [B, K], and whether a turn has a token inside the mask."""
     tokenwise(mask_BT)
     same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, ends_BT=ends_BT)
     inside_BT, ends_BT = mask_BT.bool(), ends_BT.bool()
@@ -87,27 +87,27 @@ def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[
     return turn_BT, sums_BK, torch.zeros_like(sums_BK).scatter_add(1, turn_BT, inside_BT.to(sums_BK)) > 0
 
 
-RANDOM_TOKENS = (1, 2, 3, 5, 10)  # as the authors' code has them
+RANDOM_TOKENS = (1, 2, 3, 5, 10)  # as in the authors' code
 
 
 @torch.no_grad()
 def macro_gae(
     token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, ends_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE over macro actions; advantages and returns, both [B, T].
+    """Return advantages and returns of GAE over macro actions, both [B, T].
 
         r_m     = sum of r_t over the tokens of m
         V_m     = mean of V_t over the tokens of m
         delta_m = r_m + gamma V_{m+1} - V_m
         A_m     = delta_m + gamma lambda A_{m+1},     G_m = A_m + V_m
 
-    These are the "equal" weights of a macro action's values. Discounts count macro actions; inside one, rewards are
-    summed as they are, as in the paper. (Its authors' code takes the mean of a macro action's token rewards, and makes
-    the last token a macro action of its own, so that the score stays whole.) Each token gets the advantage and the
-    return of its macro action, so the losses are those of PPO.
+    V_m uses the paper's "equal" weights. gamma is applied per macro action; inside one, rewards are summed without
+    discount, as in the paper. (The authors' code uses the mean of a macro action's token rewards, and makes the last
+    token its own macro action, so that the score is not divided.) Each token gets the advantage and the return of its
+    macro action, so PPO's losses can be used.
 
-    ends_BT: true on the last token of each macro action; what is behind the last of them is one more. Only tokens of
-    the mask are looked at. Where every token is an end it is `gae`, to the last bit.
+    ends_BT: true on the last token of each macro action; tokens after the last end form one more. Only tokens inside
+    the mask are used. If every token is an end, the result is bitwise that of `gae`.
 
     Raises `BadInput` as `gae` does.
     """
@@ -128,13 +128,13 @@ def macro_gae(
 
 
 def _of_tokens(of_actions: tuple[Tensor, Tensor], which_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of actions at each token of theirs; 0 outside the mask."""
+    """Copy the advantages and returns of actions to all their tokens; 0 outside the mask."""
     advantages_BT, returns_BT = (torch.where(mask_BT, x_BK.gather(1, which_BT), 0.0) for x_BK in of_actions)
     return advantages_BT, returns_BT
 
 
 def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
-    """The last of every `tokens` tokens of the mask, bool [B, T]: fixed n-grams. Raises `BadInput` on tokens < 1."""
+    """Return the ends of fixed n-grams of `tokens` tokens inside the mask, bool [B, T]; `BadInput` on tokens < 1."""
     tokenwise(mask_BT)
     within("tokens", tokens, 1)
     mask_BT = mask_BT.bool()
@@ -142,10 +142,10 @@ def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
 
 
 def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
-    """n-grams whose lengths are drawn, each of 1, 2, 3, 5 and 10 alike, bool [B, T].
+    """Return the ends of n-grams with random lengths, uniform over 1, 2, 3, 5 and 10, bool [B, T].
 
-    seeds: one a row, from 0 to 2^63 - 1. (The authors shuffle a list with equally many of each; what is behind its end
-    is one macro action.) Raises `BadInput` unless there are as many seeds as rows.
+    seeds: one per row, from 0 to 2^63 - 1. (The authors shuffle a list with equally many of each length; tokens after
+    its end are one macro action.) Raises `BadInput` unless there are as many seeds as rows.
     """
     tokenwise(mask_BT)
     one_per_row("seeds", torch.empty(len(seeds)), mask_BT)
@@ -162,11 +162,11 @@ def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def perplexity_ends(log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """A macro action lasts while perplexity falls: it ends where the next token of the mask is less likely, bool
-    [B, T].
+    """Return the ends of macro actions, bool [B, T]: a macro action lasts while perplexity falls, and ends if the next
+    token inside the mask is less likely.
 
-    log_prob_BT: of the reference, as in the authors' code (which ends one token earlier than the paper says). Raises
-    `BadInput` on unequal shapes.
+    log_prob_BT: the reference's, as in the authors' code (where a macro action ends one token earlier than in the
+    paper). Raises `BadInput` on unequal shapes.
     """
     tokenwise(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)

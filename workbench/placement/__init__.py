@@ -1,4 +1,4 @@
-"""Where it runs: layouts, pools and placements. Pure values: no process is started here."""
+"""Which role runs on which devices: layouts, pools and placements. Plain values: no process is started here."""
 
 from workbench.placement.placement import Placement, Pool, host_name
 from workbench.settings.layout import Layout

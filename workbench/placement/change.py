@@ -1,4 +1,4 @@
-"""What a change of placement would move, how long that takes, and whether there is room for it. Pure."""
+"""What a change of placement would move, how long it would take, and whether there is enough memory. Pure."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
     from workbench.display.traffic import Traffic
 
-# What a process holds of sent and received slices at a time, at most.
+# The most bytes of sent and received slices that a process holds at a time.
 BUFFER_BYTES = 64 * 2**20
-# Whether a change can be done.
+# The sign for each value of `PlacementChange.fits`.
 SIGNS = {True: "\N{CHECK MARK}", False: "\N{MULTIPLICATION X}", None: "?"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementChange(Moves):
-    """What `old` -> `new` would do: `.frame()` by role, `.traffic()` by pair of processes, `.memory()`
-    by device, `.seconds`, `.fits`.
+    """The effects of a change of placement, `old` -> `new`: `.frame()` by role, `.traffic()` by pair of processes,
+    `.memory()` by device, `.seconds`, `.fits`.
 
-    device: "cpu" or "cuda". has_bytes: the memory of one GPU, or what the slots of a CPU machine can have together,
-    with what they hold now; None: unknown. capacity_bytes: all the memory of that GPU or machine. refusal: why it
-    cannot be done now, however much room there is; None: it can. took_s, transfer_s: of a change that was done, how
-    long it took, and its transfers alone, with their checksums, for comparison with `expected_s` and `seconds`.
-    machines: of each place; "": unknown. bandwidth_bytes_s, measured: what `seconds` assumes on a machine, and its
-    source; link_bytes_s, link_measured: of the network link of a machine. start_s: how long new processes take to start
-    and models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes;
-    None: there was none of this kind.
+    device: "cpu" or "cuda". has_bytes: the memory of one GPU, or the memory that all slots of a CPU machine together
+    can have, including what they hold now; None: unknown. capacity_bytes: all the memory of that GPU or machine.
+    refusal: why the change is impossible now, whatever the memory; None: it is possible. took_s, transfer_s: for a
+    completed change, its time, and the time of its transfers with their checksums, to compare with `expected_s` and
+    `seconds`. machines: the machine of each place; "": unknown. bandwidth_bytes_s, measured: the bandwidth inside a
+    machine that `seconds` assumes, and its source; link_bytes_s, link_measured: the same for a machine's network link.
+    start_s: the time to start new processes and load models, taken from the current ones. rest_s: the further time of
+    earlier moves of this kind, without start_s and their bytes; None: there was no such move.
     """
 
     has_bytes: int | None = None
@@ -68,7 +68,7 @@ class PlacementChange(Moves):
 
     @cached_property
     def between(self) -> np.ndarray:
-        """int64 [places, places]: what goes from machine to machine, of `matrix`."""
+        """int64 [places, places]: the part of `matrix` that goes between machines."""
         machines = np.array(self.machines or [""] * len(self.places))
         known = machines != ""
         apart = (machines[:, None] != machines) & known[:, None] & known
@@ -85,8 +85,8 @@ class PlacementChange(Moves):
 
     @property
     def seconds(self) -> float | None:
-        """How long the bytes take, without the start of processes and engines: those that stay on a machine one after
-        the other, and those over the busiest network link of a machine. None: unknown."""
+        """The time of the transfers, without the start of processes and engines: bytes inside machines one after the
+        other, plus bytes over the busiest network link. None: unknown."""
         terms = [
             (self.total_bytes - int(self.between.sum()), self.bandwidth_bytes_s), (self.link_bytes, self.link_bytes_s)
         ]  # fmt: skip
@@ -96,15 +96,15 @@ class PlacementChange(Moves):
 
     @property
     def expected_s(self) -> float | None:
-        """How long all of it takes: the bytes, new processes and models, and what earlier moves took beyond that. None:
-        unknown. Where no such move was made yet, `rest_s` is None, and it takes at least this long."""
+        """The expected time of the change: transfers, new processes and models, and `rest_s`. None: unknown. If
+        `rest_s` is None, because there was no such move yet, this is a lower bound."""
         if all(role.action == "stays" for role in self.roles):
             return 0.0
         return None if self.seconds is None else self.seconds + self.start_s + (self.rest_s or 0.0)
 
     @property
     def expected_text(self) -> str:
-        """`expected_s` in words: "about 3.1 s", or "at least 3.1 s" where no such move was made yet."""
+        """`expected_s` as a text: "about 3.1 s", or "at least 3.1 s" if there was no such move yet."""
         if self.expected_s is None:
             return "time unknown"
         if not self.expected_s:
@@ -113,7 +113,7 @@ class PlacementChange(Moves):
 
     @property
     def expected_parts(self) -> str:
-        """What `expected_s` is made of, in words."""
+        """The parts of `expected_s`, as a text."""
         parts = []
         if self.total_bytes and self.seconds is not None:
             rates = [(self.bandwidth_bytes_s, "", self.measured)]
@@ -134,8 +134,8 @@ class PlacementChange(Moves):
         return tuple(sorted({place.device for place in self.places}))
 
     def during(self, device: int, *, certain: bool = False) -> int:
-        """The most bytes on a device during the change: roles that stay, roles that leave, new roles, batches, buffers.
-        certain: only the bytes that are needed in any case, see `RankMemory.certain`."""
+        """Return the peak bytes on a device during the change: roles that stay, roles that leave, new roles, batches,
+        buffers. certain: count only bytes that are needed in any case, see `RankMemory.certain`."""
         actions = {change.role: change.action for change in self.roles}
 
         def held(tenants: Iterable[Tenant]) -> int:
@@ -150,7 +150,7 @@ class PlacementChange(Moves):
         total += held(t for t in self.after.on(device) if actions[t.role] not in ("stays", "engine"))
         engines = {tenant.role: engine(tenant) for tenant in self.before.on(device)}
         for tenant in self.after.on(device):
-            # a new generation engine is started when the old one is closed
+            # a new generation engine starts only after the old one is closed
             if actions[tenant.role] == "rebuilt":
                 total -= min(engine(tenant), engines.get(tenant.role, 0))
             elif actions[tenant.role] == "engine":
@@ -164,7 +164,7 @@ class PlacementChange(Moves):
 
     @cached_property
     def problem(self) -> str:
-        """Why there is no room for it, in words; empty where there is, or where that is unknown."""
+        """A text on why there is not enough memory; "" if there is enough, or if the memory is unknown."""
         if self.has_bytes is None:
             return ""
         for devices in [self.devices] if self.device == "cpu" else [(n,) for n in self.devices]:
@@ -185,21 +185,21 @@ class PlacementChange(Moves):
 
     @property
     def fits(self) -> bool | None:
-        """Whether it can be done: there is room during the change and afterwards, and `refusal` is None; None: the room
-        is unknown."""
+        """Whether the change is possible: `refusal` is None, and the memory suffices during the change and afterwards;
+        None: the memory is unknown."""
         if self.refusal is not None:
             return False
         return None if self.has_bytes is None else not self.problem
 
     @property
     def verdict(self) -> str:
-        """`fits` in words, and why not."""
+        """`fits` as a text, with the reason if the change is not possible."""
         if self.refusal is not None:
             return f"cannot be done now: {self.refusal.value}, and {self.refusal.rule}"
         return {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
 
     def require_fit(self) -> None:
-        """Raise `BadInput` where it cannot be done; where there is no room, with the figures."""
+        """Raise `BadInput` if the change is not possible; if memory is missing, with the figures."""
         if self.refusal is not None:
             raise self.refusal
         if self.problem:
@@ -210,7 +210,7 @@ class PlacementChange(Moves):
             )
 
     def frame(self) -> pd.DataFrame:
-        """One row a role: its action, pools and layouts before and after, and the bytes that it moves."""
+        """Return a frame with one row per role: action, pools and layouts before and after, and the bytes moved."""
         import pandas as pd
 
         rows = [
@@ -220,7 +220,7 @@ class PlacementChange(Moves):
         return pd.DataFrame(rows).rename(columns={"old_pool": "pool", "old_layout": "layout"})
 
     def traffic(self) -> Traffic:
-        """Who would send how many bytes to whom, as a picture; `.matrix` and `.frame()` as tables."""
+        """Return a picture of the bytes sent between processes; its `.matrix` and `.frame()` have them as tables."""
         import pandas as pd
 
         from workbench.display.traffic import Traffic
@@ -231,8 +231,8 @@ class PlacementChange(Moves):
         return Traffic(matrix, {}, "a change of placement")
 
     def memory(self) -> pd.DataFrame:
-        """One row a device: bytes held before, at most during the change, and after it while nothing computes; and the
-        bound for the new placement while it computes."""
+        """Return a frame with one row per device: bytes before the change, the peak during the change, bytes after it
+        while nothing computes, and the bound for the new placement while it computes."""
         import pandas as pd
 
         rows = [
@@ -267,15 +267,15 @@ class PlacementChange(Moves):
         return self.words_html() + (self.traffic()._repr_html_() if self.total_bytes else "")
 
     def words_html(self) -> str:
-        """What becomes of each role, the bytes and the time in all, and whether there is room."""
+        """Return html: the action of each role, the total bytes and time, and whether there is enough memory."""
         roles: Any = self.frame().to_dict("records")
         roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in roles]
         head = f'<div style="font-size:13px"><b>{SIGNS[self.fits]}</b> {escape(str(self))}</div>'
         return head + table(roles, caption=f"{self.old}  \N{RIGHTWARDS ARROW}  {self.new}") + self.memory_html()
 
     def memory_html(self, *, moves: bool = True) -> str:
-        """The memory of each device. The slots of a CPU share the machine's: all together are shown too. moves: whether
-        the change is one."""
+        """Return a table of each device's memory as html; the slots of a CPU machine share its memory, so the table
+        also has their sum. moves: whether anything changes."""
         frame, room = self.memory().set_index("device"), self.capacity_bytes
         frame.columns = ["before", "while it moves", "after", "at most, computing"]
         if self.device != "cuda":

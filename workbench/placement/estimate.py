@@ -1,8 +1,8 @@
-"""The memory that a placement needs on each device, role by role, and the sizes that a GPU's memory decides.
+"""Estimate a placement's memory on each device, by role, and the sizes that depend on a GPU's memory.
 
-What a placement holds on a device does not depend on the size of the device; the key-value cache and the tokens of a
-micro-batch do. So the controller gives the first (`rooms`), and the host that knows its device computes the others
-(`Room`), with the figures of the estimate. Pure: nothing is started, no weights are read.
+The memory of a placement does not depend on the size of the device; the key-value cache and the tokens of a micro-batch
+do. So the controller computes the memory (`rooms`), and a host, which knows its device, computes the cache and the
+tokens from it (`Room`). Pure: nothing is started, no weights are read.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from workbench.settings.layout import Layout
 if TYPE_CHECKING:
     import pandas as pd
 
-# Of an estimated pass, what it needs in any case.
+# The share of a pass's estimated memory that it needs in any case.
 SURE = 0.8
-# What no role gets of a GPU: CUDA's context, libraries' workspaces, what the allocator cannot use for its holes.
+# A GPU's memory that roles cannot use: CUDA's context, libraries' workspaces, fragmentation.
 RESERVED_BYTES, RESERVED_SHARE = int(1.5 * GIB), 0.04
-# Automatic micro-batches have at most so many tokens, beyond which no pass is any faster, and a multiple of so many.
+# The most tokens of an automatic micro-batch (more do not make a pass faster), and the step of its size.
 MOST_TOKENS, TOKENS_STEP = 32_768, 512
 
 Models = Mapping[str, RoleModel | None]
-"""Role -> what decides its bytes; None: a function, or a worker of which nothing is known."""
+"""Role -> its memory facts; None: a function, or a worker class of unknown size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes on the devices of a role, the most of all devices.
+    """Bytes on the devices of a role: of each figure, the largest over these devices.
 
-    lasting: of all roles of the device, with the optimizer states of the first step, without vLLM's cache; where roles
-    take turns, of this one while it is trained or run. generating: the same while vLLM decodes. weights: of vLLM.
-    passing: most that a role there needs while it computes; 0 where they take turns. useful_cache: the largest useful
-    cache of vLLM, 0 without vLLM. fraction: `Generation.gpu_memory_fraction`. turns: whether
-    roles take turns.
+    lasting: of all roles of the device, with the optimizer states of the first step, without vLLM's cache; if roles
+    take turns, only of this role while it is trained or run. generating: the same while vLLM decodes. weights: vLLM's.
+    passing: the most that any role of the device needs while it computes; 0 if roles take turns. useful_cache: the
+    largest useful cache of vLLM, 0 without vLLM. fraction: `Generation.gpu_memory_fraction`. turns: whether roles take
+    turns.
     """
 
     lasting: int = 0
@@ -65,8 +65,8 @@ class Room:
     turns: bool = False
 
     def cache_bytes(self, device_bytes: int) -> int:
-        """vLLM's cache on a device: what the fraction leaves beside its weights; or what the placement leaves, at least
-        half of which may be needed for computing."""
+        """Return the bytes of vLLM's cache on a device: `fraction` minus its weights; without a fraction, what the
+        placement leaves minus `passing`, but at least half of what it leaves, and at most `useful_cache`."""
         if not self.useful_cache:
             return 0
         if self.fraction is not None:
@@ -75,18 +75,18 @@ class Room:
         return max(0, min(self.useful_cache, max(left - self.passing, left // 2)))
 
     def pass_bytes(self, device_bytes: int) -> int:
-        """What a device leaves for the gradients and activations of one role."""
+        """Return the bytes that a device has left for the gradients and activations of one role."""
         return usable_bytes(device_bytes) - self.lasting - (0 if self.turns else self.cache_bytes(device_bytes))
 
     def __or__(self, other: Room) -> Room:
-        """The larger of each figure: what holds for two devices."""
+        """Return the larger of each figure, for two devices."""
         figures = ("lasting", "generating", "weights", "passing", "useful_cache")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in figures}
         return replace(self, **most, fraction=self.fraction if self.fraction is not None else other.fraction)
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """The part of a GPU's memory that roles can use."""
+    """Return the part of a GPU's memory that roles can use."""
     return device_bytes - max(RESERVED_BYTES, int(RESERVED_SHARE * device_bytes))
 
 
@@ -97,9 +97,9 @@ def rooms(
     *,
     take_turns: bool,
 ) -> dict[str, Room]:
-    """The room of each role whose model is known, with micro-batches of `RoleModel.micro_batch_tokens`.
+    """Return the `Room` of each role with a known model, for micro-batches of `RoleModel.micro_batch_tokens`.
 
-    numbers: the device numbers of each pool's ranks. Raises `BadInput` where a layout does not cut its model.
+    numbers: the device numbers of each pool's ranks. Raises `BadInput` if a layout cannot divide its model.
     """
     held: dict[int, dict[str, RankMemory]] = {}
     for role, model, layout, rank, number in placed(placement, models, numbers):
@@ -115,7 +115,7 @@ def rooms(
 def placed(
     placement: Placement, models: Mapping[str, RoleModel | None], numbers: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, RoleModel, Layout, int, int]]:
-    """(role, model, layout, rank, device number) of every rank of the roles whose models are known."""
+    """Yield (role, model, layout, rank, device number) of every rank of the roles with known models."""
     for pool in placement.pools:
         for role in pool.roles:
             model = models[role]
@@ -126,7 +126,7 @@ def placed(
 
 
 def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleModel | None], *, take_turns: bool) -> Room:
-    """On one device, with what roles hold there, `of`."""
+    """Return the room of a role on one device. of: the memory of each role there."""
     engines = [(m, held) for other, held in of.items() if (m := models[other]) is not None and useful_cache_bytes(m)]
     lasting = sum(memory.lasting for memory in of.values())
     room = Room(lasting=lasting, generating=lasting, passing=max(memory.passing for memory in of.values()))
@@ -134,7 +134,7 @@ def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleMode
         assert model.generation is not None
         room = replace(room, useful_cache=useful_cache_bytes(model), weights=held.generation_weights,
                        fraction=model.generation.gpu_memory_fraction)  # fmt: skip
-        if take_turns:  # the trainer's parameters are there where both are compared
+        if take_turns:  # plus the trainer's parameters, which are there when `check_sync` compares both
             generating = held.generation_weights + working_bytes(model) + held.parameters
             room = replace(room, generating=generating)
     if not take_turns:
@@ -143,8 +143,8 @@ def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleMode
 
 
 def fitting_tokens(model: RoleModel, layout: Layout, rank: int, left_bytes: int) -> int:
-    """The tokens of an automatic micro-batch for which gradients and activations fit into so many bytes by the
-    estimate: a multiple of 512 up to 32,768, and 512 where nothing fits."""
+    """Return the tokens of an automatic micro-batch whose estimated gradients and activations fit into `left_bytes`:
+    a multiple of 512 up to 32,768; 512 if nothing fits."""
 
     def passing(steps: int) -> int:
         sized = replace(model, generation=None, automatic_tokens=steps * TOKENS_STEP)
@@ -167,9 +167,9 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """Bytes by role and device of a placement. Processes themselves, and batches, need more.
+    """The bytes of a placement by role and device, without the memory of the processes themselves and of batches.
 
-    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where known. take_turns:
+    device: "cpu" (slots share the machine's memory) or "cuda". device_bytes: of one GPU, if known. take_turns: whether
     the roles of a device use it one after another, see `workbench.open(share_memory=...)`.
     """
 
@@ -187,21 +187,21 @@ class MemoryEstimate:
         return [tenant for tenant in self.tenants if tenant.device == device]
 
     def lasting(self, device: int) -> int:
-        """Bytes held on a device while nothing computes."""
+        """Return the bytes held on a device while nothing computes."""
         held = [tenant.memory for tenant in self.on(device)]
         if self.take_turns:
             return max((max(memory.lasting - memory.generating, memory.generating) for memory in held), default=0)
         return sum(memory.lasting for memory in held)
 
     def peak(self, device: int) -> int:
-        """A bound of the peak on a device: what lasts, and the role that needs most while it computes."""
+        """Return a bound of a device's peak: the lasting bytes, and the most that one role needs while it computes."""
         if self.take_turns:
             return max((tenant.memory.turn for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
 
     def certain(self, *devices: int) -> int:
-        """The least that devices together need: without caches and files that are mapped (on a CPU) and activations,
-        with the gradients of the role that has most."""
+        """Return the least bytes that devices together need: without activations and (on a CPU) without caches and
+        mapped files, with the gradients of the role that has most."""
         lasting, gradients, generating = Counter[str](), Counter[str](), Counter[str]()
         for tenant in self.tenants:
             if tenant.device in devices:
@@ -215,7 +215,7 @@ class MemoryEstimate:
         return sum(lasting.values()) + max(gradients.values(), default=0)
 
     def frame(self) -> pd.DataFrame:
-        """One row a role and rank: role, pool, rank, device, and bytes by use."""
+        """Return a frame with one row per role and rank: role, pool, rank, device, and bytes by use."""
         import pandas as pd
 
         rows = [
@@ -226,7 +226,7 @@ class MemoryEstimate:
         return pd.DataFrame(rows)
 
     def by_device(self) -> pd.DataFrame:
-        """One row a device: bytes that last, and the peak."""
+        """Return a frame with one row per device: lasting bytes, and the peak."""
         import pandas as pd
 
         rows = [
@@ -236,7 +236,7 @@ class MemoryEstimate:
         return pd.DataFrame(rows)
 
     def picture(self) -> DeviceMap:
-        """Devices as boxes, roles in them, bytes as bars."""
+        """Return a picture: devices as boxes, roles in them, bytes as bars."""
         boxes = []
         for n in self.devices:
             tenants = self.on(n)
@@ -268,11 +268,11 @@ def estimate_memory(
     take_turns: bool = False,
     tokens: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
-    """The estimate of a placement whose roles all have a model in `models`.
+    """Return the estimate of a placement whose roles are all in `models`.
 
     numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
-    Automatic sizes of vLLM's cache and micro-batches are those that `Room` gives on a GPU of `device_bytes`. tokens: of
-    micro-batches of roles that have measured how many fit. Raises `BadInput` where a layout does not cut its model.
+    Automatic sizes of vLLM's cache and micro-batches are computed by `Room` for a GPU of `device_bytes`. tokens: the
+    measured micro-batch sizes of roles that have measured them. Raises `BadInput` if a layout cannot divide its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
     caches: dict[str, int] = {}
@@ -299,7 +299,7 @@ def _fitted(
     role: str, model: RoleModel | None, placement: Placement, found: Mapping[str, Room], device_bytes: int,
     tokens: int | None,
 ) -> RoleModel | None:  # fmt: skip
-    """The model with automatic micro-batches as large as fit on all ranks."""
+    """Return the model with automatic micro-batches as large as all ranks can hold."""
     if model is None or model.training.micro_batch_tokens is not None or role not in found:
         return model
     if tokens is not None:
@@ -310,7 +310,7 @@ def _fitted(
 
 
 def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
-    """The numbers that a workbench's devices have when it is opened: counted up, pool by pool."""
+    """Return the device numbers of a new workbench, by pool: counted up, pool by pool."""
     found, first = {}, 0
     for pool in placement.pools:
         found[pool.name] = tuple(range(first, first + pool.devices))
@@ -319,7 +319,7 @@ def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
 
 
 def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> str:
-    """Raise `BadInput` for a placement that cannot fit; else what may become too much, in words, or "".
+    """Raise `BadInput` for a placement that cannot fit; else return a warning if its peak may not fit, or "".
 
     has_bytes: of one GPU, or what a CPU machine has left for all of its slots.
     """
@@ -348,7 +348,7 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
 
 
 def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
-    """Raise `BadInput` where vLLM's cache on a GPU has no room for one sequence."""
+    """Raise `BadInput` if vLLM's cache on a GPU is too small for one sequence."""
     if model is None or not useful_cache_bytes(model):
         return
     assert model.generation is not None
@@ -376,7 +376,7 @@ def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | No
 
 
 def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
-    """Raise `BadInput` where a micro-batch that was asked for cannot go through a trained model on a GPU."""
+    """Raise `BadInput` if a trained model on a GPU has too little memory for the given micro-batch size."""
     if model is None or not model.trained or model.training.micro_batch_tokens is None:
         return
     memory, layout = tenant.memory, model.standing(estimate.placement.layout_of(tenant.role))
@@ -392,7 +392,7 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
-    """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
+    """Return (bytes, role, use) of these devices together, the largest first. certain: only what `certain` counts."""
     on_cpu = estimate.device == "cpu"
     unsure = {"sync_copy", "activations", *(["generation_kv_cache"] if on_cpu else [])}
     found = Counter[tuple[str, str]]()
@@ -406,13 +406,13 @@ def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> l
 
 
 def largest(estimate: MemoryEstimate, devices: Sequence[int], *, certain: bool = False) -> str:
-    """The largest items of some devices, in words."""
+    """Return the largest items of some devices, as a text."""
     items = _items(estimate, devices, certain)[:4]
     return ", ".join(f"{role} {use.replace('_', ' ')} {bytes_text(n)}" for n, role, use in items)
 
 
 def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models, *, certain: bool = False) -> str:
-    """What would make the largest item smaller."""
+    """Return a text on how to make the largest item smaller."""
     items = _items(estimate, devices, certain)
     if not items:
         return ""

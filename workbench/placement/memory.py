@@ -1,11 +1,11 @@
-"""The memory of one rank of a role, to the byte where engines leave no choice. Pure: nothing is loaded.
+"""The memory of one rank of a role, exact to the byte if the engine determines it. Pure: nothing is loaded.
 
     rank_memory        the bytes of one rank, by use: `RankMemory`
-    activation_bytes   what a pass needs beside weights and gradients
-    engine_bytes       what a generation engine holds
+    activation_bytes   the bytes of a pass, in addition to weights and gradients
+    engine_bytes       the bytes of a generation engine
 
-`tests/placement/test_memory.py` compares it with live engines, `benchmarks/memory.py` with torch's allocators: the peak
-within 10 %.
+`tests/placement/test_memory.py` compares these with live engines, `benchmarks/memory.py` with torch's allocators: the
+peak is within 10 %.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from workbench.settings.layout import Layout
 from workbench.settings.training import Training
 
 GIB, FP32 = 2**30, 4
-# DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.
+# DeepSpeed flattens the weights of a parameter group and pads them to a multiple of this for each rank.
 ALIGNMENT = 2
-# ZeRO-3 keeps a weight of at most so many elements whole on every rank, once it has run.
+# After its first run, ZeRO-3 keeps weights of at most this many elements whole on every rank.
 PERSISTENT_ELEMENTS = 100_000
-# ZeRO-3 gathers at most so many elements of weights ahead.
+# ZeRO-3 gathers at most this many elements of weights ahead.
 LIVE_ELEMENTS = 1_000_000_000
-# DeepSpeed's and torch's buckets of gradients that are summed over the ranks in one call, elements.
+# The elements of a bucket of gradients, which torch and DeepSpeed all-reduce in one call.
 BUCKET_ELEMENTS = {"torch": 25_000_000, "zero": 50_000_000}
-# An Adam optimizer keeps its step count as an fp32 number for each tensor that it is given.
+# Adam keeps a step count for each tensor, as an fp32 number.
 STEP_BYTES = 4
 
-# Beside the weights, while Muon makes the step of a matrix: it in fp32, and four times in bf16.
+# Additional bytes per element while Muon computes the step of a matrix: one copy in fp32, four in bf16.
 MUON_BYTES = 4 + 4 * 2
 
-# bitsandbytes: elements of a block, both tables of 256 fp32 values; on a CPU a step has both moments, the gradient and
-# the weight once more in fp32, and what they are quantized from.
+# bitsandbytes: elements of a block; two tables of 256 fp32 values; on a CPU, a step has further fp32 copies of both
+# moments, the gradient and the weight, and of the values before quantization.
 BLOCK_8BIT, TABLES_8BIT_BYTES, EXTRA_8BIT_BYTES = 256, 2 * 256 * 4, 6 * 4
-# Rows of logits that live at the same time (`workbench.models.heads.ROWS_PER_CALL`). In fp32 there are two copies of
-# them, three with entropies, which updates and scoring report; of a bfloat16 model also what its head gave. A head that
-# computes in fp32 has copies of its weights and of the hidden states in fp32, and gives one more copy of the logits.
+# Rows of logits that exist at the same time (`workbench.models.heads.ROWS_PER_CALL`). There are two fp32 copies of
+# them, three with entropies, which updates and scoring report; a bfloat16 model also has its head's output. A head that
+# computes in fp32 has fp32 copies of its weights and of the hidden states, and one more copy of the logits.
 LOGIT_ROWS = 512
-# What generation engines round the vocabulary up to a multiple of.
+# Generation engines round the vocabulary up to a multiple of this.
 VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
-# Tokens of vLLM's cache are kept in blocks of so many, of which one stays empty.
+# The tokens of a block of vLLM's cache; one block stays empty.
 BLOCK_TOKENS = 16
-# Most tokens that vLLM puts through the model at once on a GPU, beside rows that it decodes.
+# The most tokens per step that vLLM puts through the model on a GPU, in addition to decoded rows.
 STEP_TOKENS = 8192
-# Copies of logits, in fp32, that it samples from, and rows of a prompt that it scores at once.
+# The fp32 copies of logits in vLLM's sampler, and the rows of a prompt that vLLM scores at once.
 LOGIT_COPIES, SCORED_ROWS = 3, 1024
-# Its CUDA graphs.
+# vLLM's CUDA graphs.
 GRAPHS_BYTES = GIB // 2
 
 LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache", "sync_copy")
@@ -60,13 +60,13 @@ PASSING = ("gradients", "activations")
 class RankMemory:
     """Bytes of one rank of a role.
 
-    parameters, optimizer, kept_gradients: between updates, from the first one on. gradients: beside these, when those
-    of an update are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them; the
-    cache at most. sync_copy: what weight syncs may keep of the last one, for patches; only where there is room.
-    activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered
-    weights, the buckets in which gradients are summed, and a cache that exists only while the engine decodes. decoding:
-    of them, those of the generation engine. may_be_mapped: of the parameters, those that a CPU host may map from the
-    file, without memory of their own.
+    parameters, optimizer, kept_gradients: held between updates, from the first update on. gradients: in addition, when
+    an update's gradients are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them;
+    the cache is an upper bound. sync_copy: the copy of the last weight sync, for patches; kept only if there is room.
+    activations: a bound of a pass's additional bytes, see `activation_bytes`, including gathered weights, the buckets
+    for all-reduces of gradients, and a cache that exists only while the engine decodes. decoding: the part of
+    activations that belongs to the generation engine. may_be_mapped: the part of parameters that a CPU host may map
+    from the file, without using memory.
     """
 
     parameters: int = 0
@@ -82,38 +82,38 @@ class RankMemory:
 
     @property
     def lasting(self) -> int:
-        """Held while other roles of the device compute."""
+        """Bytes held while other roles of the device compute."""
         return sum(getattr(self, use) for use in LASTING)
 
     @property
     def generating(self) -> int:
-        """Held by the generation engine between rollouts."""
+        """Bytes held by the generation engine between rollouts."""
         return self.generation_weights + self.generation_kv_cache
 
     @property
     def turn(self) -> int:
-        """The peak where roles of a device take turns: the generation engine sleeps while its role is trained, and the
-        trainer is offloaded after a sync."""
+        """The peak bytes if roles of a device take turns: the generation engine sleeps while its role is trained, and
+        the trainer is offloaded after a sync."""
         trained, synced = self.lasting - self.generating + self.passing, self.parameters + self.generation_weights
         return max(trained, synced, self.generating + self.decoding)
 
     def certain(self, *, on_cpu: bool) -> int:
-        """The least of what lasts: a CPU allocates memory when it is written, so that a cache may stay small, and
-        weights that are mapped from a file may be shared."""
+        """Return the least lasting bytes. on_cpu: memory is allocated when written, so a cache may stay small, and
+        weights mapped from a file may be shared."""
         unsure = self.generation_kv_cache + self.may_be_mapped if on_cpu else 0
         return self.lasting - self.sync_copy - unsure
 
     @property
     def passing(self) -> int:
-        """Held, at most, only while this role computes."""
+        """A bound of the bytes held only while this role computes."""
         return self.gradients + self.activations
 
 
 def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int | None = None) -> RankMemory:
-    """The memory of rank `rank` of a role. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: a CPU
-    host.
+    """Return the memory of a rank of a role. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: the
+    rank is on a CPU host.
 
-    Raises `BadInput` where the layout does not cut the model.
+    Raises `BadInput` if the layout cannot divide the model.
     """
     frozen = local_sizes(role.frozen_weights, layout, rank)
     trained = local_sizes(role.trained_weights, layout, rank)
@@ -146,7 +146,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         live = [(size, item) for held, item in ((frozen, role.frozen_bytes), (trained, role.stored_bytes))
                 for _, size in held]  # fmt: skip
         small = [(size, item) for size, item in live if size <= PERSISTENT_ELEMENTS]
-        # gathered with the padding of its shards; alone on its rank a weight is its shard
+        # a gathered weight has the padding of its shards; with one replica, the shard is the weight
         persistent = sum(padded(size, replicas) * item for size, item in small) if replicas > 1 else 0
         parameters = own * role.frozen_bytes + own_trained * role.stored_bytes + persistent
         groups_3 = len(parameter_groups(trained, role.training))
@@ -157,12 +157,12 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
     extra += _bucket_bytes(role, total, replicas)
     generation_weights, generation_kv_cache = engine_bytes(role, layout, stage, rank, cache_bytes)
     decoding = 0
-    if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
+    if role.generation is not None and role.generation.engine == "transformers":  # has a cache only while it decodes
         rows = role.generation.rows_at_once(on_gpu=False)
         decoding = rows * role.generation.max_model_tokens * role.kv_bytes_per_token
     elif role.generation is not None and cache_bytes is not None:
         decoding = working_bytes(role)
-    unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
+    unmapped = total and not (stage or role.adapter)  # trained weights are written, and ZeRO copies those it shards
     return RankMemory(
         parameters=parameters,
         optimizer=optimizer,
@@ -178,12 +178,12 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
 
 
 def blocks_8bit(elements: int) -> int:
-    """Blocks of a tensor, each with a scale of its own."""
+    """Return the number of a tensor's blocks; each block has its own scale."""
     return -(-elements // BLOCK_8BIT)
 
 
 def _moments_8bit(sizes: Sequence[int], training: Training, *, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of the moments of tensors of so many elements, and of what a step needs beside them."""
+    """Return the bytes of the moments of tensors with `sizes` elements, and the additional bytes of a step."""
     large = [size for size in sizes if training.is_8bit(size)]
     codes = sum(size + blocks_8bit(size) * 4 for size in large) * 2
     tables = TABLES_8BIT_BYTES if large else 0
@@ -194,7 +194,7 @@ def _moments_8bit(sizes: Sequence[int], training: Training, *, on_cpu: bool) -> 
 def parameter_groups(
     held: Sequence[tuple[Weight, int]], training: Training
 ) -> dict[tuple[int, bool], list[tuple[Weight, int]]]:
-    """The weights of each parameter group with their elements, in the optimizer's order."""
+    """Return the weights of each parameter group with their elements, in the optimizer's order."""
     found: dict[tuple[int, bool], list[tuple[Weight, int]]] = {}
     for weight, size in held:
         found.setdefault(training.group_of(weight.name, len(weight.shape)), []).append((weight, size))
@@ -202,8 +202,8 @@ def parameter_groups(
 
 
 def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:
-    """The buffers in which gradients are summed over the ranks; ZeRO 2 and 3, and in fp32 ZeRO 1, have them on a single
-    rank too."""
+    """Return the bytes of the buffers for all-reduces of gradients. ZeRO-2 and 3, and ZeRO-1 in fp32, have them on a
+    single rank too."""
     if not role.trained:
         return 0
     if not role.engine.startswith("zero"):
@@ -215,13 +215,13 @@ def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:
 
 
 def _shards(held: Sequence[tuple[Weight, int]], replicas: int) -> int:
-    """Elements of ZeRO-3's equal shards of each weight, padding included."""
+    """Return the elements of a rank's ZeRO-3 shards: an equal part of each weight, including padding."""
     return sum(-(-size // replicas) for _, size in held)
 
 
 def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
-    """Elements of the tensors, laid end to end, that reach into the k-th of equal partitions, and its padding: in fp32
-    ZeRO-1 and 2 keep the gradient of a tensor that two ranks share whole on both."""
+    """Concatenate tensors and split them into equal partitions: return the elements of all tensors that overlap the
+    k-th partition, plus its padding. In fp32, ZeRO-1 and 2 keep the whole gradient of a shared tensor on both ranks."""
     each, total = padded(sum(sizes), ALIGNMENT * replicas) // replicas, sum(sizes)
     found = (k + 1) * each - min(max(total, k * each), (k + 1) * each)  # padding
     start = 0
@@ -233,21 +233,21 @@ def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
 
 
 def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
-    """Bytes that a rank needs for a pass of `role.tokens_bound` tokens: what a forward pass keeps for the backward pass
-    of a trained role and the largest step of that, else the largest step of a forward pass.
+    """Return the bytes of a rank's pass of `role.tokens_bound` tokens. Trained role: activations that the forward pass
+    keeps, plus the largest step of the backward pass. Other roles: the largest step of a forward pass.
 
-    For each token, a decoder layer of hidden size h, with q and k = v elements of queries and keys and f of its MLP,
-    keeps the inputs of matrix products, attention and the MLP's gate (4 f + 3 q + 2 k), and for its two norms and what
-    reads them 6 h in fp32; under autocast 4 h in fp32 and a bfloat16 copy for each of 5 products; of bfloat16 weights
-    2 h in fp32 and 4 h in bfloat16. A tensor rank has 1/t of q, k and f; stage i of p pipeline stages has its layers'
-    for the p - i micro-batches that are under way there. Recomputed activations are h for each layer and all of one.
-    The step is the backward pass of an MLP, 2 f and 3 h, or that of the head; forward, 3 f and 4 h. Under autocast
-    bfloat16 copies of the weights come on top.
+    A decoder layer has hidden size h, q elements of queries, k of keys and as many of values, and f of its MLP. Per
+    token it keeps the inputs of matrix products, attention and the MLP's gate (4 f + 3 q + 2 k), and for its two norms
+    and their outputs: in fp32, 6 h; under autocast, 4 h in fp32 and a bfloat16 copy for each of 5 products; with
+    bfloat16 weights, 2 h in fp32 and 4 h in bfloat16. A tensor rank has 1/t of q, k and f; stage i of p pipeline stages
+    keeps its layers' activations for p - i micro-batches. With recomputation, h per layer, and all of one layer, are
+    kept. The largest step is the backward pass of an MLP, 2 f and 3 h, or of the head; in a forward pass, 3 f and 4 h.
+    Under autocast, bfloat16 copies of the weights are added.
     """
     tokens, hidden, inner, item = role.tokens_bound, role.hidden, role.inner, role.frozen_bytes
     _, stage, _ = layout.coordinates(rank)
     autocast = role.trained and role.stored_bytes > item
-    stream = FP32 if autocast else item  # of an element that goes from layer to layer
+    stream = FP32 if autocast else item  # bytes of an element of the residual stream
     if autocast:
         norms = 4 * FP32 + 5 * item
     else:
@@ -264,11 +264,11 @@ def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
         if in_fp32 and (role.stored_bytes if role.trained and role.adapter is None else item) < FP32:
             head += vocabulary * hidden * FP32
         if role.trained and role.adapter is None:
-            head += vocabulary * hidden * FP32  # one call's gradient of the table, before it is added
+            head += vocabulary * hidden * FP32  # one call's gradient of the head's weights, before accumulation
     if not role.trained:
         return int(max(tokens * (3 * inner / layout.t + 4 * hidden + 2 * role.head_dim) * item, head))
     step = tokens * (2 * inner / layout.t * item + 3 * hidden * stream)
-    head += 3 * tokens * hidden * FP32  # the last norm, and the hidden states that are read
+    head += 3 * tokens * hidden * FP32  # the last norm, and the hidden states that the head reads
     if role.training.activation_checkpointing:
         kept, step = float(layers * tokens * hidden * stream * in_flight), step + layer
     else:
@@ -278,15 +278,15 @@ def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
 
 
 def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_bytes: int | None) -> tuple[int, int]:
-    """(weights, key-value cache) of the generation engine of a rank.
+    """Return the bytes (weights, key-value cache) of a rank's generation engine.
 
-    stage: of ZeRO, which trains. cache_bytes: the cache of a GPU; None: on a CPU host the settings say it.
+    stage: the ZeRO stage of training. cache_bytes: the cache on a GPU; None: a CPU host, with the settings' cache.
     """
     settings = role.generation
     if settings is None:
         return 0, 0
     if settings.engine == "transformers":
-        # with whole weights it samples from the trainer's module
+        # a trainer with whole weights needs no copy: the engine samples from its module
         own = role.samples_only or stage == 3 or layout.p * layout.t > 1
         return (role.weights.nbytes + role.adapter_bytes if own else 0), 0
     weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=cache_bytes is None)
@@ -294,8 +294,8 @@ def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_b
 
 
 def sync_copy_bytes(role: RoleModel, layout: Layout, rank: int, stage: int, *, on_cpu: bool) -> int:
-    """What a rank may keep of the last weight sync, for patches: an actor what it published, a rollout worker what its
-    engine has in another form, ranks that cut the actor what went between them, at most. stage: of ZeRO."""
+    """Return the most bytes that a rank keeps of the last weight sync, for patches: of what an actor published, of what
+    a rollout worker's engine has in another form, of what ranks of one actor sent each other. stage: of ZeRO."""
     settings = role.generation
     if role.publishes:
         return sum(size for _, size in local_sizes(role.weights, layout, rank)) * role.frozen_bytes // layout.d
@@ -309,22 +309,22 @@ def sync_copy_bytes(role: RoleModel, layout: Layout, rank: int, stage: int, *, o
 
 
 def row_bytes(role: RoleModel) -> int:
-    """Most bytes of one sequence in vLLM's cache on a rank."""
+    """Return the most bytes of one sequence in vLLM's cache on a rank."""
     assert role.generation is not None
     ranks = min(role.generation.tensor_parallel_size, role.key_heads)
     return padded(role.generation.max_model_tokens + 1, BLOCK_TOKENS) * role.kv_bytes_per_token // ranks
 
 
 def useful_cache_bytes(role: RoleModel) -> int:
-    """A cache with room for all rows that vLLM decodes at the same time; 0 for an engine without one."""
+    """Return the bytes of a cache for all rows that vLLM decodes at the same time; 0 for an engine without a cache."""
     if role.generation is None or role.generation.engine != "vllm":
         return 0
     return (role.generation.rows_at_once(on_gpu=True) + 1) * row_bytes(role)
 
 
 def working_bytes(role: RoleModel) -> int:
-    """A bound of vLLM's memory on a GPU beside weights and cache: a step's activations, logits, the state of its
-    sampler, CUDA graphs."""
+    """Return a bound of vLLM's memory on a GPU in addition to weights and cache: a step's activations, logits, the
+    sampler's state, CUDA graphs."""
     assert role.generation is not None
     ranks, rows = role.generation.tensor_parallel_size, role.generation.rows_at_once(on_gpu=True)
     step = STEP_TOKENS * (6 * role.hidden + 3 * role.inner // ranks) * role.frozen_bytes
@@ -337,8 +337,8 @@ def padded(n: int, multiple: int) -> int:
 
 
 def vllm_weight_bytes(role: RoleModel, j: int, *, on_cpu: bool) -> int:
-    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head exist
-    twice, also packed for products; where they are tied, each is packed."""
+    """Return the bytes of the weights of vLLM's tensor rank j: slices, with the vocabulary padded to equal slices. On a
+    CPU, embedding and head exist twice, once packed for products; if they are tied, each of both is packed."""
     assert role.generation is not None
     t, multiple, total = role.generation.tensor_parallel_size, VOCABULARY_MULTIPLE["vllm"], 0
     tied = not any(weight.name.startswith("lm_head.") for weight in role.weights)

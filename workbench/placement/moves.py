@@ -1,22 +1,22 @@
-"""From one placement to another: which processes stay, which roles move, and how many bytes go from which to which.
+"""Compare two placements: which processes stay, which roles move, and the bytes sent from each process to each other.
 
-Pure: nothing is touched. What a move does, and what is counted here:
+Pure: nothing is changed. A move does the following, and this module counts its bytes:
 
-- A pool is kept where the new placement has one of the same name and as many devices: its processes stay. Roles that
-stay in it with the same layout do not change; roles that leave it are closed, roles that join it are built, and roles
+- A pool is kept if the new placement has one of the same name with as many devices: its processes stay. Roles that stay
+in the pool with the same layout do not change; roles that leave it are closed, roles that join it are built, and roles
 with a new layout are rebuilt there.
 
-- Every other pool gets new processes, on the lowest device numbers that no kept pool uses, and of GPUs no old one
-either; then the old pools that are not kept end.
+- Every other pool gets new processes, on the lowest device numbers that no kept pool uses (for GPUs: that no old pool
+uses either). Then the old pools that are not kept end.
 
-- A new role is built from its model; a role that the new placement lacks is closed. Where rollout workers begin to
-generate for an actor, or stop, its generation engine is closed or started; an actor whose ranks are then numbered
-otherwise is rebuilt.
+- A new role is built from its model; a role that is not in the new placement is closed. If rollout workers begin to
+generate for an actor, or stop, the actor's generation engine is closed or started; an actor whose ranks get other
+numbers by this is rebuilt.
 
 - Any other role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank
-receives exactly what its process lacks. Generation engines are made anew and synced from the new trainer ranks.
+receives exactly what its process lacks. Generation engines are rebuilt and synced from the new trainer ranks.
 
-- Shards of batches on a process that ends go to another: dealt out in order over the new processes, else over all.
+- Shards of batches on a process that ends go to other processes, in turn: to new ones if there are any, else to all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLLOUT
 
 Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
-TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned
+TAKEN_ALONG = ("rebuilt", "moves")  # actions that move the role's state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A host process before or after a change. ends: it exists before only. new: it exists after only."""
+    """A host process before or after a change. ends: it exists only before. new: it exists only after."""
 
     pool: str
     rank: int
@@ -52,11 +52,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleChange:
-    """What happens to a role. action: "stays", "engine" (only its generation engine is started or closed), "rebuilt"
+    """The change of one role. action: "stays", "engine" (only its generation engine is started or closed), "rebuilt"
     (another layout in its pool), "moves", "added" or "dropped".
 
-    old_pool, old_layout: "" and None of a role that is added; new_pool, new_layout: of one that is dropped.
-    moved_bytes: of its state, from process to process.
+    old_pool, old_layout: "" and None for an added role; new_pool, new_layout: "" and None for a dropped role.
+    moved_bytes: of its state, between processes.
     """
 
     role: str
@@ -70,13 +70,13 @@ class RoleChange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moves:
-    """What `old` -> `new` moves.
+    """The moves of a change `old` -> `new`.
 
     models: the models of the roles of `old`; new_models: of `new`, None: the same. numbers: device numbers of the old
-    pools; None: counted up. device: "cpu" or "cuda". again: of pool names, how many earlier pools had them; a new pool
-    is numbered after these. lost: old pools whose processes do not answer, and whose roles `new` does not have.
-    batch_bytes: of batches on the old processes, by their names. fresh: trained roles without an optimizer step yet, so
-    without moments.
+    pools; None: counted up. device: "cpu" or "cuda". again: by pool name, how many earlier pools had the name; a new
+    pool's number follows these. lost: old pools whose processes do not answer, and whose roles are not in `new`.
+    batch_bytes: of batches, by the names of old processes. fresh: trained roles that have not taken an optimizer step,
+    so have no moments.
     """
 
     old: Placement
@@ -107,7 +107,7 @@ class Moves:
     @cached_property
     def new_numbers(self) -> dict[str, tuple[int, ...]]:
         found = {name: self.old_numbers[name] for name in self.kept}
-        # slots of a CPU are shares, that old and new may both have; a GPU is given to one process
+        # old and new processes may share a slot of a CPU machine; a GPU has only one process
         taken = found if self.device == "cpu" else self.old_numbers
         used = {number for numbers in taken.values() for number in numbers}
         free = iter(n for n in range(self.new.devices + len(used)) if n not in used)
@@ -118,7 +118,7 @@ class Moves:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Every process, those of before first; what moves goes from one of their indices to another."""
+        """Every process, the old ones first. `matrix` uses their indices."""
         found = []
         for pool in self.old.pools:
             again, ends = self.again.get(pool.name, 0), pool.name not in self.kept
@@ -134,7 +134,7 @@ class Moves:
         return tuple(found)
 
     def next_again(self, pool: str) -> int:
-        """How many earlier pools had the name of a new pool."""
+        """Return how many earlier pools had the name of a new pool."""
         there = {pool.name for pool in self.old.pools} | self.again.keys()
         return self.again.get(pool, 0) + 1 if pool in there else 0
 
@@ -143,17 +143,17 @@ class Moves:
         return tuple(place.name for place in self.places)
 
     def parts(self, role: str) -> tuple[Part, ...]:
-        """The parts of a role's state that move with it."""
+        """Return the parts of a role's state that move with it."""
         model = self.models[role]
         parts = () if model is None else tuple(state_of(model))
         return tuple(part for part in parts if not (part.what in OF_OPTIMIZERS and role in self.fresh))
 
     def source(self, role: str) -> tuple[Layout, tuple[int, ...]]:
-        """A role's layout before, and the indices of its places by rank."""
+        """Return a role's layout before the change, and the indices of its places by rank."""
         return self._side(role, self.old, after=False)
 
     def destination(self, role: str) -> tuple[Layout, tuple[int, ...]]:
-        """The same after."""
+        """Return a role's layout after the change, and the indices of its places by rank."""
         return self._side(role, self.new, after=True)
 
     def _side(self, role: str, placement: Placement, *, after: bool) -> tuple[Layout, tuple[int, ...]]:
@@ -169,7 +169,7 @@ class Moves:
 
     @cached_property
     def shard_successors(self) -> dict[int, int]:
-        """For each place that ends, the place that takes over its batches: rollout workers keep none."""
+        """For each place that ends, the place that takes over its batches; rollout workers hold no batches."""
         keepers = {pool.name for pool in self.new.pools if pool.roles != (ROLLOUT,)}
         there = [n for n, place in enumerate(self.places) if not place.ends and place.pool in keepers]
         takers = [n for n in there if self.places[n].new] or there
@@ -178,7 +178,7 @@ class Moves:
 
     @cached_property
     def batch_matrix(self) -> np.ndarray:
-        """int64 [places, places]: bytes of batches from a row's process to a column's."""
+        """int64 [places, places]: bytes of batches sent from a row's process to a column's process."""
         matrix = self._nothing()
         for n, taker in self.shard_successors.items():
             matrix[n, taker] += self.batch_bytes.get(self.names[n], 0)

@@ -1,4 +1,4 @@
-"""Which roles share which devices."""
+"""Placements: which roles share which devices."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Pool:
             )
 
     def share(self, rank: int, ranks: int) -> int:
-        """How many of them one of several ranks has."""
+        """Return how many of the devices (or processes) belong to one of `ranks` ranks."""
         return self.devices // ranks + (rank < self.devices % ranks)
 
 
 def host_name(pool: str, rank: int, again: int = 0) -> str:
-    """Of the process of a pool's rank; again: how many pools of that name a workbench had before this one."""
+    """Return the name of a rank's process. again: how many pools of that name the workbench had before this one."""
     return f"{pool}-{rank}" + (f".{again}" if again else "")
 
 
@@ -61,23 +61,23 @@ Layouts = Mapping[str, Layout | tuple[int, ...]]
 @checks_calls("Placement")
 @dataclass(frozen=True)
 class Placement:
-    """role -> pool and layout. Same pool: colocated, the roles share host processes and run in call order. Different
-    pools run at the same time. Pools do not overlap; any set partition of the roles is legal.
+    """The pool and layout of each role. Roles of one pool are colocated: they share host processes and run in call
+    order. Different pools run at the same time. Pools do not overlap; any partition of the roles is allowed.
 
-    layouts: of the roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks
-    of a role are the devices of its pool, so p * t * d must equal them; a role without a layout has (1, 1, devices).
-    DeepSpeed trains in layouts with p = 1, torch in any.
+    layouts: of roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks of
+    a role are the devices of its pool, so p * t * d must equal their number; a role without a layout has
+    (1, 1, devices). DeepSpeed trains in layouts with p = 1, torch in any.
 
-    A pool with the role "rollout", apart from the actor's, generates for the actor: its ranks are rollout workers,
-    which hold the generation engine in groups of `Generation.tensor_parallel_size`, and are sent the actor's weights.
+    A pool with the role "rollout", separate from the actor's, generates for the actor: its ranks are rollout workers,
+    which hold the generation engine in groups of `Generation.tensor_parallel_size` and receive the actor's weights.
     Without such a pool the actor generates on its own ranks.
 
-    A pool with the role "environment" has processes in place of devices, for the environments of rollouts. They are
-    dealt to the ranks that generate, run beside them on the CPU, and each has a share of its rank's conversations. The
-    pool is not in `pools` but in `environments`. Without one, each of these ranks has one process.
+    A pool with the role "environment" has processes instead of devices, for the environments of rollouts. They are
+    divided among the ranks that generate, run near them on the CPU, and each has a share of its rank's conversations.
+    The pool is in `environments`, not in `pools`. Without such a pool, each of these ranks has one process.
 
-    A value: `==` compares, `repr` is the expression that makes it again, `str` a line to read. `with_role`,
-    `with_layout`, `with_devices` and `without` give another one that differs in one thing.
+    Placements are values: `==` compares them, `repr` is an expression that recreates the placement, `str` is one line
+    for display. `with_role`, `with_layout`, `with_devices` and `without` return a placement that differs in one point.
     """
 
     pools: tuple[Pool, ...]
@@ -113,13 +113,13 @@ class Placement:
         if ENVIRONMENT in self.layouts:
             raise BadInput(f"layouts[{ENVIRONMENT!r}]", "environments have processes, and no device", "leave it out")
         layouts = {role: _layout(role, given, self.pool_of(role)) for role, given in self.layouts.items()}
-        # a default that was spelled out is the same placement as one that was left out
+        # drop explicit defaults, so that such placements are equal to those without them
         changed = {role: layout for role, layout in layouts.items() if layout.p * layout.t > 1}
         object.__setattr__(self, "layouts", changed)
 
     @classmethod
     def of(cls, pools: Pools, layouts: Layouts | None = None) -> Placement:
-        """Any partition: `Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`.
+        """Make any partition: `Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`.
 
         layouts: `{"actor": (1, 2, 2)}`, see `Placement`.
         """
@@ -128,12 +128,12 @@ class Placement:
 
     @classmethod
     def colocate(cls, devices: int = 1, layouts: Layouts | None = None) -> Placement:
-        """All roles on the same devices (DeepSpeed-Chat's placement)."""
+        """Place all roles on the same devices (DeepSpeed-Chat's placement)."""
         return cls.of({"shared": (devices, ROLES)}, layouts)
 
     @classmethod
     def split(cls, devices: int = 2, layouts: Layouts | None = None) -> Placement:
-        """Actor and reference on one half, the rest on the other (NeMo-Aligner's placement)."""
+        """Place actor and reference on one half, other roles on the other half (NeMo-Aligner's placement)."""
         if devices < 2 or devices % 2:
             raise BadInput(
                 f"Placement.split(devices={devices})",
@@ -147,17 +147,17 @@ class Placement:
 
     @classmethod
     def standalone(cls, *, layouts: Layouts | None = None, **devices: int) -> Placement:
-        """Each role on devices of its own (OpenRLHF's placement): `Placement.standalone(actor=2, critic=1, ...)`."""
+        """Place each role on its own devices (OpenRLHF's placement): `Placement.standalone(actor=2, critic=1, ...)`."""
         return cls.of({check_role(role): (count, (role,)) for role, count in devices.items()}, layouts)
 
     @property
     def _every(self) -> tuple[Pool, ...]:
-        """All pools, that of environments last."""
+        """All pools, the pool of environments last."""
         return self.pools if self.environments is None else (*self.pools, self.environments)
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """The total number of devices."""
         return sum(pool.devices for pool in self.pools)
 
     @property
@@ -176,7 +176,7 @@ class Placement:
         )
 
     def layout_of(self, role: str) -> Layout:
-        """The layout of a role over the devices of its pool."""
+        """Return the layout of a role over the devices of its pool."""
         layout = self.layouts.get(role) or Layout(d=self.pool_of(role).devices)
         assert isinstance(layout, Layout)
         return layout
@@ -187,7 +187,7 @@ class Placement:
         return ROLLOUT in self.roles
 
     def restrict(self, roles: Iterable[str]) -> Placement:
-        """This placement with only those roles. Every role needs a pool; a pool left without a role is an error."""
+        """Return this placement with only these roles. `BadInput` if a role has no pool, or a pool keeps no role."""
         wanted = set(roles)
         for role in sorted(wanted):
             self.pool_of(role)
@@ -203,10 +203,10 @@ class Placement:
         return Placement(kept, layouts, self.environments)
 
     def with_role(self, role: str, pool: str, devices: int | None = None) -> Placement:
-        """This placement with a role in another pool, or added to it; a pool that is left without a role goes.
+        """Return this placement with a role moved or added to a pool; a pool left without a role is removed.
 
-        devices: of the pool, where there is none of that name yet. The role keeps a layout that its new pool has the
-        devices for, else it is data parallel there.
+        devices: the size of a new pool, if there is none of that name yet. The role keeps its layout if the layout fits
+        the devices of its new pool; else it is data parallel there.
         """
         check_role(role, more=(ENVIRONMENT,))
         known = {other.name: other.devices for other in self._every}
@@ -232,12 +232,12 @@ class Placement:
         return Placement(tuple(p for p in moved if p.roles), layouts)
 
     def with_layout(self, role: str, layout: Layout | tuple[int, ...]) -> Placement:
-        """This placement with another layout of one role: a `Layout`, or the numbers (p, t, d)."""
+        """Return this placement with another layout of one role: a `Layout`, or the numbers (p, t, d)."""
         self.pool_of(role)
         return Placement(self._every, {**self.layouts, role: layout})
 
     def with_devices(self, pool: str, devices: PositiveInt) -> Placement:
-        """This placement with a pool of another size. Layouts keep their p and t, where these still divide it."""
+        """Return this placement with another size of a pool. Layouts keep p and t if p * t divides the new size."""
         known = {other.name: other for other in self._every}
         if pool not in known:
             raise BadInput(
@@ -252,7 +252,7 @@ class Placement:
         return Placement(pools, layouts)
 
     def without(self, role: str) -> Placement:
-        """This placement without one role; a pool that is left without a role goes."""
+        """Return this placement without one role; a pool left without a role is removed."""
         self.pool_of(role)
         pools = [replace(pool, roles=tuple(r for r in pool.roles if r != role)) for pool in self._every]
         layouts = {r: layout for r, layout in self._layouts.items() if r != role}
@@ -263,7 +263,7 @@ class Placement:
         return {role: self.layout_of(role) for role in self.layouts}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a role: role, pool, devices, and the layout's p, t and d."""
+        """Return one dict per role: role, pool, devices, and the layout's p, t and d."""
         found = []
         for pool in self._every:
             for role in pool.roles:
@@ -273,7 +273,7 @@ class Placement:
         return found
 
     def frame(self) -> pd.DataFrame:
-        """One row a role: role, pool, devices, p, t, d."""
+        """Return a frame with one row per role: role, pool, devices, p, t, d."""
         import pandas as pd
 
         return pd.DataFrame(self.rows())
@@ -313,10 +313,10 @@ def _layout(role: str, given: Layout | tuple[int, ...], pool: Pool) -> Layout:
 
 
 def named_placements(roles: Sequence[str], devices: int) -> dict[str, Placement | BadInput]:
-    """By name: all roles colocated, policy and scorers split, each role on its own; or the `BadInput` that says which
-    devices or roles are missing.
+    """Return placements by name: "colocate", "split" (policy and scorers) and "standalone"; or, for a name, the
+    `BadInput` that says which devices or roles are missing.
 
-    roles: those that are placed, the one that gets most devices first; rollout workers are left out: the actor
+    roles: the roles to place; "standalone" gives the first ones more devices. Rollout workers are left out: the actor
     generates. devices: all of them are used, as evenly as possible.
     """
     placed = [role for role in roles if role != ROLLOUT]

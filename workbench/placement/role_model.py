@@ -1,4 +1,4 @@
-"""What decides the bytes and the speed of a role: its model, which of its weights are trained, its engines."""
+"""A role's model, trained weights and engines: everything that determines the role's bytes and speed."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from workbench.models.dense_config import DenseConfig
     from workbench.models.lora import LoRA
 
-# Tokens of a micro-batch where Training.micro_batch_tokens is None, by device: on a CPU so many, on a GPU so many in a
-# plan of what fits beside them, from which as many are taken as there is room for.
+# Tokens of a micro-batch if Training.micro_batch_tokens is None, by device. On a GPU this is only used to plan the
+# other sizes; then micro-batches get as many tokens as fit.
 AUTOMATIC_TOKENS = {"cpu": 2048, "cuda": 8192}
-# Matrices that are no linear layers below the head, so have no adapter.
+# Embeddings and heads: matrices that get no adapter.
 TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 
-_weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # several roles have one model, and asking takes time
+_weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # a cache: roles often share a model
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModel:
     """A role's model by its configuration; no weights are read.
 
-    head: as of `model_weights`. dtype: in which it computes. training: also of a role that is only run, for its
-    micro-batches. trained: whether its weights, or its adapter's, change. generation: of roles that generate.
-    samples_only: of rollout workers, which hold only the engine; publishes: of their
-    actor, which keeps for them what it published last. automatic_tokens: of a micro-batch, where `training`
-    does not set them.
+    head: as in `model_weights`. dtype: the dtype of computation. training: also needed by a role that is not trained,
+    for its micro-batches. trained: whether the role's weights, or its adapter, change. generation: of roles that
+    generate. samples_only: for rollout workers, which hold only the engine. publishes: for the actor of rollout
+    workers, which keeps a copy of the last published weights. automatic_tokens: of a micro-batch, if `training` does
+    not set them.
     """
 
     config: PreTrainedConfig | DenseConfig
@@ -51,7 +51,7 @@ class RoleModel:
     publishes: bool = False
     automatic_tokens: int = AUTOMATIC_TOKENS["cpu"]
 
-    def __hash__(self) -> int:  # its settings may not be hashable
+    def __hash__(self) -> int:  # the fields with settings may not be hashable
         return hash((self.head, self.dtype, self.trained, self.samples_only, self.layers, self.hidden))
 
     @property
@@ -76,7 +76,7 @@ class RoleModel:
 
     @cached_property
     def inner(self) -> int:
-        """Elements of an MLP's hidden state."""
+        """The size of an MLP's hidden state."""
         text = self._text
         return int(getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * self.hidden)
 
@@ -111,7 +111,7 @@ class RoleModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token, all layers, in the dtype of generation."""
+        """The bytes of one token's keys and values in all layers, in the dtype of generation."""
         return 2 * self.layers * self.keys * self.frozen_bytes
 
     @property
@@ -123,19 +123,19 @@ class RoleModel:
 
     @property
     def stored_bytes(self) -> int:
-        """Of an element of a trained weight: ZeRO from stage 1 on holds bfloat16 weights beside fp32 masters, the
-        others, and those that train in float16, fp32 weights."""
+        """Bytes of an element of a trained weight. ZeRO from stage 1 on holds weights in `dtype` and fp32 masters; the
+        other engines, and training in float16, hold fp32 weights."""
         sharded = self.engine in ("zero1", "zero2", "zero3") and self.dtype != "float16"
         return ITEM_BYTES[self.dtype] if sharded else 4
 
     @property
     def frozen_bytes(self) -> int:
-        """Of an element of a weight that is not trained."""
+        """Bytes of an element of a weight that is not trained."""
         return ITEM_BYTES[self.dtype]
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """The model's weights, in the order of its modules, counted in `dtype`."""
+        """The model's weights, in the order of its modules, with item bytes of `dtype`."""
         key = type(self.config), self.config.to_json_string(), self.head, self.dtype
         if key not in _weights:
             _weights[key] = model_weights(self.config, head=self.head, dtype=self.dtype, unknown="whole")
@@ -143,7 +143,7 @@ class RoleModel:
 
     @cached_property
     def adapter_weights(self) -> ModelWeights:
-        """The adapter's: A [rank, in] and B [out, rank] beside each weight [out, in] that it changes."""
+        """The adapter's weights: A [rank, in] and B [out, rank] for each weight [out, in] that it changes."""
         found: list[Weight] = []
         for weight in self.weights if self.adapter is not None else ():
             module, _, kind = weight.name.rpartition(".")
@@ -158,12 +158,12 @@ class RoleModel:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of the adapter in an engine, and on the way there."""
+        """The bytes of the adapter in a generation engine and in a weight sync."""
         return sum(weight.numel for weight in self.adapter_weights) * self.frozen_bytes
 
     @property
     def trained_weights(self) -> ModelWeights:
-        """The weights that the optimizer changes; none of a role that is only run."""
+        """The weights that the optimizer changes; none if the role is not trained."""
         if not self.trained:
             return ModelWeights((), self.weights.layers)
         return self.weights if self.adapter is None else self.adapter_weights
@@ -174,22 +174,22 @@ class RoleModel:
         return ModelWeights((), self.weights.layers) if moves else self.weights
 
     def standing(self, layout: Layout) -> Layout:
-        """The layout of its placement, in the numbering of its ranks: those of an actor that is cut over several ranks
-        generate in groups of consecutive ones."""
+        """Return a placement's layout with the numbering that the role's ranks use: an actor that is split over several
+        ranks generates in groups of consecutive ranks."""
         if self.generation is None or layout.p * layout.t == 1:
             return layout
         return layout.generating(self.generation.tensor_parallel_size)
 
     @property
     def tokens_bound(self) -> int:
-        """Most tokens in one pass: a micro-batch, or a row that is longer than one."""
+        """The most tokens in one pass: a micro-batch, or a longer single row."""
         longest = self.generation.max_model_tokens if self.generation else 0
         return max(self.micro_batch_tokens, longest)
 
 
 def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[Weight, int]]:
-    """The weights of which a rank's replica position holds a slice, and the slice's elements: before any sharding over
-    replicas. `BadInput` where the layout does not cut the model."""
+    """Return the weights of which a rank holds a slice, and the elements of each slice, before any sharding over
+    replicas. `BadInput` if the layout cannot divide the model."""
     _, i, j = layout.coordinates(rank)
     return [(weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p)]
 
@@ -203,8 +203,8 @@ Matrices = Counter[tuple[int, int]]
 
 @lru_cache(maxsize=1024)
 def matrices(role: RoleModel, t: int) -> tuple[Matrices, Matrices]:
-    """The matrices that every token is multiplied with, of the layers and of the head, as one of t tensor ranks has
-    them: how many there are of each (elements out, elements in). A tied table counts as the head that it is."""
+    """Return the matrices that every token is multiplied with, of the layers and of the head, on one of t tensor ranks:
+    the count of each shape (elements out, elements in). A tied embedding counts as the head."""
     tied = role.head == "lm" and not any(weight.name.startswith("lm_head.") for weight in role.weights)
     layers, head = Matrices(), Matrices()
     for weight in role.weights:
@@ -218,6 +218,6 @@ def matrices(role: RoleModel, t: int) -> tuple[Matrices, Matrices]:
 
 @lru_cache(maxsize=4096)
 def held_bytes(role: RoleModel, p: int, t: int, i: int, j: int) -> int:
-    """Of the slices of pipeline stage i and tensor rank j."""
+    """Return the bytes of the slices of pipeline stage i and tensor rank j."""
     held = role.weights.of_stage(i, p)
     return sum(math.prod(weight.local_shape(j, t)) * weight.item_bytes for weight in held)

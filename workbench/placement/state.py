@@ -1,4 +1,4 @@
-"""The state that moves with a role, and which rank holds which elements of it. Pure."""
+"""The state of a role that moves with it, and which rank holds which elements. Pure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from workbench.settings.training import Training
 
 MOMENTS = 2
 OF_OPTIMIZERS = ("moments", "momentum", "codes", "scales")
-"""The parts that are there once an optimizer has taken a step."""
+"""The parts that exist once an optimizer has taken a step."""
 
 
 @dataclass(frozen=True)
 class Part:
     """Tensors of a role's state with the same distribution.
 
-    weights: their shapes and item bytes. copies: of each, such as two moments. sharding: over the replicas: as
-    `Distribution.sharding`, or "flat", as ZeRO-1 and 2 shard the optimizer's, by the parameter groups of `training`.
+    weights: the tensors' shapes and item bytes. copies: of each tensor, for example two moments. sharding: over the
+    replicas: as `Distribution.sharding`, or "flat": ZeRO-1 and 2's optimizer state, by `training`'s parameter groups.
     """
 
     what: str
@@ -42,17 +42,17 @@ class Part:
         return Distribution(self.weights, layout, ranks, self.sharding)  # type: ignore[arg-type]
 
     def reshard(self, source: tuple[Layout, tuple[int, ...]], destination: tuple[Layout, tuple[int, ...]]) -> Reshard:
-        """The movements of one copy, from a layout on ranks to another."""
+        """Return the plan to move one copy from a layout on ranks to another."""
         plan = FlatReshard if self.sharding == "flat" else Reshard
         return plan(self.distribution(*source), self.distribution(*destination))
 
 
 def state_of(role: RoleModel) -> Iterator[Part]:
-    """What moves with a role: the weights that it does not train, in their dtype; of trained ones fp32 parameters and
-    both moments of Adam (of 8 bits: codes and scales), or the one of Muon, whether or not a step has been taken.
+    """Yield the parts of a role's state that move with it: untrained weights, in their dtype; for trained weights, fp32
+    parameters and both moments of Adam (8-bit: codes and scales) or Muon's one, also before the first step.
 
-    Weights that ZeRO holds in bfloat16 are made from the fp32 ones. Step counts and random states, a few kilobytes, are
-    not counted. Generation engines have no state: they are synced.
+    ZeRO's bfloat16 weights are made from the fp32 ones. Step counts and random states, a few kilobytes, are not
+    counted. Generation engines have no state: they are synced.
     """
     if len(role.frozen_weights):
         sharding = "zero" if role.engine == "zero3" else "replicas"
@@ -74,7 +74,7 @@ def state_of(role: RoleModel) -> Iterator[Part]:
         if any(of_8bit):
             codes = _only(_in_bytes(trained, 1), of_8bit)
             yield Part("codes", codes, MOMENTS, sharding)
-            scales = (  # one number for each block of elements
+            scales = (  # one number per block of elements
                 replace(weight, shape=(blocks_8bit(math.prod(weight.shape)),), item_bytes=4, axis=None, parts=())
                 for weight in codes
             )
@@ -93,14 +93,14 @@ def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
 
 @dataclass(frozen=True)
 class FlatDistribution(Distribution):
-    """Optimizer state as ZeRO-1 and 2 shard it: a rank's weights of each parameter group of `training`, end to end, are
-    cut into d equal stretches."""
+    """Optimizer state as ZeRO-1 and 2 shard it: a rank's weights of each parameter group of `training` are concatenated
+    and split into d equal parts."""
 
     training: Training = field(default_factory=Training)
 
     @cached_property
     def _starts(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """(rank of the layout, weight) -> where it begins in its run, and the length of one stretch of that."""
+        """(rank of the layout, weight) -> the weight's offset in its concatenated group, and the length of a part."""
         found: dict[tuple[int, str], tuple[int, int]] = {}
         d = self.layout.d
         for position in range(self.layout.size):
@@ -124,7 +124,7 @@ class FlatDistribution(Distribution):
 
 
 class FlatReshard(Reshard):
-    """A reshard in which no two weights move alike, as each begins at another place in the run."""
+    """A reshard in which no two weights move alike, because each begins at another offset of its group."""
 
     def _kind(self, weight: Weight) -> Any:
         return weight.name

@@ -41,7 +41,7 @@ def _outside(box: Box, cut: Box) -> Boxes:
 
 
 def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
-    """Rows [start, stop) of boxes of equal columns, one below the other."""
+    """Return rows [start, stop) of boxes with equal columns, stacked one below the other."""
     found, above = [], 0
     for r0, r1, c0, c1 in boxes:
         low, high = max(start - above, 0), min(stop - above, r1 - r0)
@@ -51,7 +51,7 @@ def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
 
 
 def elements_of(boxes: Boxes, start: int, stop: int) -> Boxes:
-    """Elements [start, stop) of boxes laid out row by row, one box after the other; in that order."""
+    """Return elements [start, stop) of boxes that are flattened row by row, one box after the other; in that order."""
     found: list[Box] = []
     before = 0
     for box in boxes:
@@ -63,7 +63,7 @@ def elements_of(boxes: Boxes, start: int, stop: int) -> Boxes:
 
 
 def _run(box: Box, low: int, high: int) -> Boxes:
-    """Elements [low, high) of one box: the end of a row, whole rows, the beginning of a row."""
+    """Return elements [low, high) of one box: the end of a row, whole rows, the beginning of a row."""
     r0, _, c0, c1 = box
     width = c1 - c0
     (first, begin), (last, end) = divmod(low, width), divmod(high, width)

@@ -1,12 +1,11 @@
-"""Executes a plan on live tensors: one rank's part of a transition.
+"""Execute one rank's part of a plan on live tensors.
 
     engine = ReshardingEngine(plan, communicator)
     for layer in engine.layers(trained):    # name -> tensor of this rank's generation shard
-        ...                                 # the engine takes it
+        ...                                 # load the layer into the generation engine
 
-Boxes of a weight as views of the tensor in which a rank holds them.
-
-Checksums of slices in the memory of sender and receiver: whether what arrived is what was sent.
+The module also has views of a weight's boxes in a rank's tensor, and checksums of slices in the memory of sender and
+receiver, which show whether a slice arrived unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(view: Tensor, first_row: int) -> Tensor:
-    """The checksum of the bits of a slice [rows, columns] whose first row is `first_row` of its weight: int64, a
-    scalar.
+    """Return the checksum of the bits of a slice [rows, columns], an int64 scalar. first_row: the index of the slice's
+    first row in the weight.
 
-    Each row's elements are summed as integers of their own size, which wrap around, and the rows weighted by their
-    number. Any changed bit changes it, and so do rows that change places.
+    Each row's elements are summed as integers of their own size, with wrap-around, and the sums are weighted by row
+    number. A changed bit changes the checksum, and so do swapped rows.
     """
     integers = view.view(INTEGERS[view.element_size()])
     rows = integers.sum(1, dtype=integers.dtype).long()
@@ -42,15 +41,15 @@ def checksum(view: Tensor, first_row: int) -> Tensor:
 
 def checksums_of(views: Sequence[Tensor], slices: Sequence[tuple[str, Box]]) -> list[int]:
     sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
-    return torch.stack(sums).tolist() if sums else []  # one wait for a GPU
+    return torch.stack(sums).tolist() if sums else []  # only one synchronisation with a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What this rank received in a transition, compared with what was sent to it.
+    """Checksums of all that a transition sent to this rank, at the senders and at this rank.
 
-    sent, received: sums, modulo 2^64, of all checksums by the senders and by this rank. differ: (weight, rank that sent
-    it) of those that are not equal.
+    sent, received: sums, modulo 2^64, of all checksums by the senders and by this rank. differ: (weight, sending rank)
+    of each unequal checksum.
     """
 
     sent: int = 0
@@ -58,7 +57,7 @@ class Arrival:
     differ: tuple[tuple[str, int], ...] = ()
 
     def with_slices(self, rank: int, names: Sequence[str], sent: Sequence[int], received: Sequence[int]) -> Arrival:
-        """This, and slices of weights from `rank`, with the checksum of each at both ends."""
+        """Return this arrival plus slices of weights from `rank`, with the checksums of each at both ends."""
         odd = [(name, rank) for name, theirs, mine in zip(names, sent, received, strict=True) if theirs != mine]
         return Arrival(
             sent=(self.sent + sum(sent)) % 2**64,
@@ -68,13 +67,13 @@ class Arrival:
 
 
 class Checksums:
-    """Checksums of what went one way, summed by the rank at the other end and by weight."""
+    """Checksums of the slices sent (or received), summed by the rank at the other end and by weight."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def add(self, ranks: Iterable[int], slices: Sequence[tuple[str, Box]], views: Sequence[Tensor]) -> None:
-        """Add slices that went to each of `ranks`, or came from them. views: of the slices, [rows, columns]."""
+        """Add slices that were sent to each of `ranks`, or received from it. views: of the slices, [rows, columns]."""
         sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
         for rank in ranks:
             mine = self._sums.setdefault(rank, {})
@@ -82,13 +81,13 @@ class Checksums:
                 mine[name] = mine[name] + found if name in mine else found
 
     def take(self) -> dict[int, tuple[list[str], Tensor]]:
-        """By rank: names of weights, in an order that both ends know, and their sums [names]; then all are reset."""
+        """Return by rank: names of weights, sorted as at the other end, and their sums [names]; reset all sums."""
         sums, self._sums = self._sums, {}
         return {rank: (sorted(mine), torch.stack([mine[name] for name in sorted(mine)])) for rank, mine in sums.items()}
 
 
 def blocks(tensor: Tensor, shard: WeightShard) -> Iterator[tuple[Box, Tensor]]:
-    """Each box of a shard and its elements in the shard's tensor, a view [rows, columns]."""
+    """Yield each box of a shard with its elements in the shard's tensor, a view [rows, columns]."""
     sizes = [boxes.size((box,)) for box in shard.boxes]
     parts = (tensor,) if len(sizes) == 1 else tensor.view(-1).split(sizes)
     for box, part in zip(shard.boxes, parts if sizes else (), strict=True):
@@ -96,7 +95,7 @@ def blocks(tensor: Tensor, shard: WeightShard) -> Iterator[tuple[Box, Tensor]]:
 
 
 def view_of(tensor: Tensor, shard: WeightShard, box: Box) -> Tensor:
-    """The elements of `box`, which lies inside one box of the shard, as a view [rows, columns] of its tensor."""
+    """Return the elements of `box`, which lies inside one box of the shard, as a view [rows, columns] of its tensor."""
     for (r0, r1, c0, c1), block in blocks(tensor, shard):
         if r0 <= box[0] and box[1] <= r1 and c0 <= box[2] and box[3] <= c1:
             return block[box[0] - r0 : box[1] - r0, box[2] - c0 : box[3] - c0]
@@ -104,7 +103,7 @@ def view_of(tensor: Tensor, shard: WeightShard, box: Box) -> Tensor:
 
 
 def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard) -> None:
-    """Copy what two shards of a weight have in common from the tensor of one to that of the other."""
+    """Copy the elements that two shards of a weight share from `source` to `target`."""
     for box, block in blocks(source, held):
         for common in boxes.intersect((box,), wanted.boxes):
             r0, r1, c0, c1 = common
@@ -112,8 +111,8 @@ def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard)
 
 
 def laid_out(tensor: Tensor, held: WeightShard, wanted: WeightShard, device: torch.device | None = None) -> Tensor:
-    """A tensor that is the shard `held` of a weight as the shard `wanted`, with what both have written: itself where
-    they are equal. device: of a new one; None: the tensor's."""
+    """Convert a tensor from the shard `held` to the shard `wanted` of a weight, with only their common elements set;
+    return the tensor itself if the shards are equal. device: of a new tensor; None: the old one's."""
     if held == wanted:
         return tensor
     result = torch.empty(wanted.shape, dtype=tensor.dtype, device=device or tensor.device)
@@ -128,9 +127,9 @@ Slice = tuple[str, Box]
 
 @dataclass
 class _Bucket:
-    """Slices that are sent together: of one group of weights, so many that buffers stay small.
+    """Slices of one group of weights that are sent together, few enough for small buffers.
 
-    sends: destinations -> slices; receives: (source, destinations) -> slices. Both sides count in the same order.
+    sends: destinations -> slices; receives: (source, destinations) -> slices, in the same order on both sides.
     """
 
     group: str
@@ -139,7 +138,7 @@ class _Bucket:
 
 
 class Exchange(Protocol):
-    """How the ranks of a pool send tensors to each other: a `Communicator`."""
+    """The way in which ranks of a pool exchange tensors, for example a `Communicator`."""
 
     rank: int
 
@@ -149,14 +148,14 @@ class Exchange(Protocol):
 
 
 class ReshardingEngine:
-    """This rank's part of a plan, again and again.
+    """Executes this rank's part of a plan, any number of times.
 
-    Weights are sent a layer at a time, in buckets, whose buffers take `bucket_bytes` (more only where one row of a
-    weight is longer).
+    Weights are sent one layer at a time, in buckets, whose buffers take `bucket_bytes` (more only if one row of a
+    weight is larger).
 
-    Every rank of the plan calls `layers` at the same time; the ranks are those of the communicator. checksums: take
-    them of all that is sent, for `arrival`; this reads it once more on either side, on a CPU up to a quarter of a
-    transition's time.
+    Every rank of the plan calls `layers` at the same time; ranks are numbered as in the communicator. checksums:
+    compute them for all slices, for `arrival`; both sides read each slice once more for this, which on a CPU takes up
+    to a quarter of a transition's time.
     """
 
     def __init__(
@@ -174,18 +173,18 @@ class ReshardingEngine:
         self._checksums, self._sent, self._received = checksums, Checksums(), Checksums()
 
     def layers(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """This rank's weights after the plan, by name, a layer at a time, from those before it.
+        """Yield this rank's weights after the transition, by name, one layer at a time.
 
-        held: contiguous tensors of the shapes of `plan.source.shard`; empty on a rank that holds none. They do not
-        change; weights that are whole already are yielded without a copy. Beside `held`, memory is needed for one
-        layer: drop each before asking for the next. Every rank iterates to the end. Raises `BadInput` before anything
-        is sent.
+        held: this rank's weights before it: contiguous tensors with the shapes of `plan.source.shard`; empty on a rank
+        that holds none. They do not change; weights that are complete already are yielded without a copy. One layer
+        needs memory in addition to `held`: drop each layer before you ask for the next. Every rank must iterate to the
+        end. Raises `BadInput` before anything is sent.
         """
         self._begin(held)
         for group in self._buckets:
             yield self._layer(group, held)
 
-    @torch.no_grad()  # around a generator it would keep each layer until the next one is there
+    @torch.no_grad()  # around the generator, it would keep each layer alive until the next one is made
     def _layer(self, group: str, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gathered = {name: self._prepare(name, held) for name in self._gathered if self._weights[name].group == group}
         for bucket in self._buckets[group]:
@@ -194,8 +193,8 @@ class ReshardingEngine:
         return {name: laid_out(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
 
     def arrival(self) -> Arrival:
-        """Whether what the last transition brought is what was sent, by checksums of senders and receivers. Every rank
-        of the plan calls it at the same time, once a transition. Needs `checksums`."""
+        """Compare the last transition's checksums of senders with this rank's. Every rank of the plan calls this at the
+        same time, once per transition. Needs `checksums`."""
         sent, received = self._sent.take(), self._received.take()
         theirs = {rank: torch.empty_like(sums) for rank, (_, sums) in received.items()}
         self._communicator.exchange([(rank, sums) for rank, (_, sums) in sent.items()], list(theirs.items()))
@@ -211,14 +210,14 @@ class ReshardingEngine:
         )
 
     def _gathered_shard(self, weight: Weight) -> WeightShard | None:
-        """This rank's part of a weight when everything has arrived: its generation shard, or the whole weight."""
+        """Return this rank's shard of a weight when everything has arrived: its generation shard, or the whole."""
         needed = self._needed.get(weight.name)
         if self.rank not in self.plan.ranks or not (found := self.plan.materialised(weight, self.rank)):
             return needed
         return needed if needed is not None and needed.boxes == found else WeightShard(found, weight.shape)
 
     def _plan_buckets(self, group: str, weights: list[Weight], limit: int) -> Iterator[_Bucket]:
-        """A group's weights in bands of rows of at most `limit` bytes together."""
+        """Yield buckets with a group's weights, in bands of rows of at most `limit` bytes together."""
         bucket, filled = _Bucket(group), 0
         for weight in weights if self.rank in self.plan.ranks else ():
             rows, columns = weight.matrix
@@ -241,8 +240,8 @@ class ReshardingEngine:
                 bucket.receives.setdefault((movement.source, movement.destinations), []).extend(slices)
 
     def _prepare(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
-        """The tensor into which a weight is gathered, with what this rank holds already; on a rank that holds nothing
-        float32 on the CPU."""
+        """Return the tensor in which a weight is gathered, with the elements that this rank holds already. If the rank
+        holds no weights, the tensor is float32 on the CPU."""
         mine, wanted = self._held.get(name), self._gathered[name]
         if mine is not None and mine.boxes == wanted.boxes:
             return held[name].data.view(wanted.shape)
@@ -290,9 +289,9 @@ class ReshardingEngine:
                 )
             if not tensor.is_contiguous() or tensor.dtype != next(iter(held.values())).dtype:
                 raise BadInput(f"{name} on rank {self.rank}", "all weights are contiguous and of one dtype")
-        self._sent, self._received = Checksums(), Checksums()  # an unfinished transition may have left some behind
+        self._sent, self._received = Checksums(), Checksums()  # drop those of an unfinished transition
 
 
 def _is_run(views: list[Tensor]) -> bool:
-    """Whether a message is one contiguous tensor, which needs no buffer."""
+    """Whether views form one contiguous tensor, which can be sent or received without a buffer."""
     return len(views) == 1 and views[0].is_contiguous()

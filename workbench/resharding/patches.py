@@ -1,11 +1,11 @@
-"""What changed of a weight between two versions: found by its bits, sent in few bytes, exact.
+"""Patches: the exact changes of a weight between two versions, found by comparing bits, encoded in few bytes.
 
-At the learning rates of RL an optimizer step leaves most bfloat16 weights as they are, since it lies below their
-rounding (verl's delta weight sync; PULSE, arXiv:2602.03839). A patch has the positions of those that changed, and by
-how much their bits did, both in the fewest bytes:
+At the learning rates of RL, an optimizer step leaves most bfloat16 weights unchanged, because the step is below their
+rounding (verl's delta weight sync; PULSE, arXiv:2602.03839). A patch has the positions of changed elements and the
+differences of their bits, both in the fewest bytes:
 
-    positions     the gap to the one before in a byte, 255 for as many and more to come; or a bit for each element
-    differences   of the bits read as integers, in a byte where they fit: a step of one rounding is 1
+    positions     the gap to the previous position in a byte (255: add 255 and read on); or one bit per element
+    differences   of the bits as integers, in one byte if they fit: to the next representable number it is 1
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from workbench.resharding.boxes import Box
 from workbench.resharding.engine import INTEGERS, Exchange
 from workbench.resharding.plan import WeightShard
 
-# A weight of which a larger share changed is sent whole.
+# If a larger share of its elements changed, a weight is sent whole.
 MOST = 0.5
-MOST_WORDS = 0.95  # of eight bytes, that differ anywhere
+MOST_WORDS = 0.95  # the same for 8-byte words that differ anywhere
 HEAD_BYTES = 12
 
 
 class Change(NamedTuple):
-    """positions: of the elements that changed, in order, counted over a flat tensor. differences: of their bits, new
-    less old, as integers of the tensor's own size, which wrap around."""
+    """positions: of changed elements in the flattened tensor, ascending. differences: of their bits, new minus old, as
+    integers of the element's size, with wrap-around."""
 
     positions: np.ndarray
     differences: np.ndarray
 
     def within(self, shard: WeightShard, box: Box) -> Change:
-        """The part of a shard's change that lies in a box, which lies in one of the shard's; positions are the
-        box's."""
+        """Return the part of a shard's change inside `box`, which lies in one of the shard's boxes; positions count
+        from the start of `box`."""
         start = 0
         for r0, r1, c0, c1 in shard.boxes:
             width, wanted = c1 - c0, box[3] - box[2]
@@ -55,8 +55,8 @@ class Change(NamedTuple):
 
 @torch.no_grad()
 def change(old: Tensor, new: Tensor) -> Change | None:
-    """What makes the bits of `new` of those of `old`, both contiguous and of one shape, dtype and device; None where
-    more than `MOST` of the elements changed."""
+    """Return the change from `old` to `new`, both contiguous and of the same shape, dtype and device; None if more than
+    a share of `MOST` elements, or `MOST_WORDS` words, changed."""
     a, b = (_bits(tensor).view(-1) for tensor in (old, new))
     kind = np.int32 if len(a) < 2**31 else np.int64
     if a.is_cuda:
@@ -66,7 +66,7 @@ def change(old: Tensor, new: Tensor) -> Change | None:
         at = differs.nonzero()[:, 0]
         return Change(at.cpu().numpy().astype(kind), (b[at] - a[at]).cpu().numpy())
     x, y = a.numpy(), b.numpy()
-    each = 8 // x.itemsize if len(x) % (8 // x.itemsize) == 0 else 1  # eight bytes are compared at once: few differ
+    each = 8 // x.itemsize if len(x) % (8 // x.itemsize) == 0 else 1  # compare 8 bytes at a time: few differ
     x, y = (bits.view(f"i{each * bits.itemsize}") for bits in (x, y))
     differing = x != y
     if np.count_nonzero(differing) > MOST_WORDS * len(differing):
@@ -80,8 +80,8 @@ def change(old: Tensor, new: Tensor) -> Change | None:
 
 
 class Patch(NamedTuple):
-    """A `Change` on its way. elements: of the slice. at: bytes of gaps, or of bits. small: differences in a byte each,
-    -128 for those that are in `wide`; empty where most are."""
+    """An encoded `Change`. elements: of the slice. at: the positions, as bytes of gaps or as a bitmap. small: the
+    differences, one byte each, -128 for those in `wide`; empty if this saves no bytes: then all are in `wide`."""
 
     elements: int
     at: np.ndarray
@@ -108,7 +108,7 @@ class Patch(NamedTuple):
         return cls(elements, at, is_bitmap, small, wide)
 
     def as_bytes(self) -> np.ndarray:
-        """With what tells its parts apart, in one array of bytes."""
+        """Return the patch as one array of bytes, with a header that has the lengths of its parts."""
         head = np.array([len(self.at), self.is_bitmap, len(self.small)], np.int32)
         return np.concatenate([part.view(np.uint8) for part in (head, self.at, self.small, self.wide)])
 
@@ -129,7 +129,7 @@ class Patch(NamedTuple):
 
     @torch.no_grad()
     def add_to(self, view: Tensor) -> None:
-        """Make the new version of the old one in place. view: of the slice, [rows, columns]."""
+        """Turn the old version into the new one, in place. view: of the slice, [rows, columns]."""
         if self.is_bitmap:
             positions = np.flatnonzero(np.unpackbits(self.at, count=self.elements))
         else:
@@ -153,10 +153,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class PatchingExchange:
-    """An `Exchange` that sends patches of weights, where both ends kept what went there before.
+    """An `Exchange` that sends patches of weights if both ends kept the previous message.
 
-    Messages are told apart by their order, which is the same each time. received_bytes: so far; whole_bytes: of what
-    these were or patched.
+    Messages are identified by their order, which is the same in each transition. received_bytes: the bytes received so
+    far; whole_bytes: the bytes that they would have been without patches.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -167,13 +167,13 @@ class PatchingExchange:
         self._calls = 0
 
     def begin(self, *, keeps: bool) -> None:
-        """Before each transition. keeps: whether to keep what goes, for patches the next time."""
+        """Begin a transition. keeps: whether to keep the messages, for patches in the next transition."""
         self.keeps, self._calls = keeps, 0
         if not keeps:
             self.forget()
 
     def forget(self) -> None:
-        """Send all whole the next time; every rank does so at the same time."""
+        """Send everything whole in the next transition. Every rank must call this at the same time."""
         self._sent, self._received = {}, {}
 
     @property
@@ -209,7 +209,7 @@ class PatchingExchange:
             self._arrived((self._calls, n), tensor, message)
 
     def _message(self, key: tuple[int, int], tensor: Tensor) -> Tensor:
-        """What is sent in a tensor's place, as bytes; it is kept."""
+        """Return the bytes to send instead of a tensor, and keep the tensor."""
         before = self._sent.get(key)
         if before is None:
             self._sent[key] = tensor.flatten().clone()

@@ -1,8 +1,8 @@
-"""From what ranks hold and what they need to the schedule of slices, and its figures in bytes. Pure: nothing is sent.
+"""Plan which slices ranks send each other, from the elements they hold and need, with figures in bytes. Sends nothing.
 
-T_r are the elements that rank r holds before (in training), G_r those that it needs after (in generation).
+T_r: the elements that rank r holds before (in training). G_r: the elements that it needs after (in generation).
 
-Which rank holds which elements of each weight: a layout on ranks, with or without shards over its replicas.
+A `Distribution` says which rank holds which elements: a layout on ranks, with or without shards over its replicas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sharding = Literal["replicas", "fsdp", "zero"]
 
 @dataclass(frozen=True)
 class WeightShard:
-    """What a rank holds of a weight: a tensor of `shape`, which is the boxes row by row, one box after the other."""
+    """A rank's part of a weight: a tensor of `shape` with the elements of the boxes, row by row, box after box."""
 
     boxes: Boxes
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class Distribution:
     """The weights of a model in a layout (p, t, d) on ranks.
 
     ranks: the layout's rank r is rank `ranks[r]` of the pool; any distinct numbers, in any order. Generation on the
-    ranks of training is the layout (p_g, t_g, d*d_g) on these ranks in another order. sharding: "replicas", each of the
-    d replicas is whole; "fsdp", each tensor of a replica is sharded over the d replicas in chunks of ceil(rows/d) rows,
-    as FSDP2 does; "zero", in flat chunks of ceil(elements/d), as ZeRO-3 does. vocabulary_multiple: the vocabulary is
-    rounded up to a multiple of it before it is cut, as generation engines do.
+    ranks of training is the layout (p_g, t_g, d*d_g) on these ranks in another order. sharding: "replicas": each of the
+    d replicas is complete; "fsdp": each tensor of a replica is sharded over the d replicas in chunks of ceil(rows/d)
+    rows, as in FSDP2; "zero": in flat chunks of ceil(elements/d), as in ZeRO-3. vocabulary_multiple: the vocabulary is
+    rounded up to a multiple of this number before it is split, as in generation engines.
     """
 
     weights: ModelWeights
@@ -61,7 +61,7 @@ class Distribution:
         return rank in self._positions
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(replica, stage, tensor rank) of a rank of the pool."""
+        """Return (replica, stage, tensor rank) of a rank of the pool."""
         return self.layout.coordinates(self._positions[rank])
 
     def replica(self, k: int) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class Distribution:
         return self.weights.stages(weight, self.layout.p)
 
     def shard(self, weight: Weight, rank: int) -> WeightShard | None:
-        """What a rank holds of a weight; None: nothing, not even an empty tensor."""
+        """Return a rank's part of a weight; None: the rank has nothing of it, not even an empty tensor."""
         if rank not in self:
             return None
         k, i, j = self.coordinates(rank)
@@ -99,7 +99,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """A slice of one weight that one rank sends to others, to each of them directly."""
+    """A slice of one weight that one rank sends to other ranks, to each of them directly."""
 
     weight: Weight
     source: int
@@ -113,10 +113,10 @@ class Movement:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """The cost of a plan; int64 arrays in bytes, one entry a rank of the plan.
+    """The cost of a plan: int64 arrays in bytes, with one entry per rank of the plan.
 
-    peak_parameter: the most that a rank holds at a time. kept_twice: held beside the generation weights, because
-    training needs it again. matrix[source, destination]: sent from one to the other, directly.
+    peak_parameter: the most that a rank holds at a time. kept_twice: held in addition to the generation weights,
+    because training needs it again. matrix[source, destination]: sent directly from source to destination.
     """
 
     peak_parameter: np.ndarray
@@ -135,12 +135,12 @@ class Figures:
 
 
 class Plan(ABC):
-    """How weights get from one distribution to another. A subclass defines what each rank materialises, and its
-    senders.
+    """A plan to move weights from one distribution to another. A subclass defines the senders, and the elements that
+    each rank materialises.
 
-    source, destination: the distributions before and after, of the same weights. shares_storage: whether a rank's
-    weights of before could share memory with those of after, where they are the same elements, as the paper counts
-    (arXiv:2409.19256, section 5.3). Engines here keep weights of their own, which no figure of a plan has.
+    source, destination: the distributions before and after, of the same weights. shares_storage: whether a rank's old
+    and new weights could share memory for common elements, as the paper counts (arXiv:2409.19256, section 5.3). Engines
+    in this project keep their own weights, which no figure of a plan includes.
     """
 
     shares_storage = True
@@ -152,21 +152,21 @@ class Plan(ABC):
         self._movements: dict[Any, list[Movement]] = {}
 
     def materialised(self, weight: Weight, rank: int) -> Boxes:
-        """The elements that a rank has in memory when everything has arrived; at least those that it needs."""
+        """Return the elements in a rank's memory when everything has arrived; these include all that it needs."""
         return self.destination.boxes(weight, rank)
 
     @abstractmethod
     def senders(self, rank: int) -> Sequence[Sequence[int]]:
-        """Groups of ranks that are asked for what a rank lacks: group after group, in each group the first that holds
-        it."""
+        """Return groups of ranks that may send to `rank` what it lacks: tried group after group, and in each group the
+        first rank that holds the elements sends them."""
 
     @property
     def block(self) -> int:
-        """Number of ranks after which the plan repeats, with nothing sent between two such blocks."""
+        """The number of ranks after which the plan repeats; nothing is sent between two such blocks of ranks."""
         return len(self.ranks)
 
     def kept_twice(self, weight: Weight, rank: int) -> int:
-        """Elements that a rank keeps beside what it needs: |T_r \\ G_r|, or |T_r| where no memory is shared."""
+        """Return the elements that a rank keeps in addition to G_r: |T_r \\ G_r|, or |T_r| if no memory is shared."""
         shared = self.destination.boxes(weight, rank) if self.shares_storage else ()
         return boxes.size(boxes.subtract(self.source.boxes(weight, rank), shared))
 
@@ -189,7 +189,7 @@ class Plan(ABC):
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     def _kind(self, weight: Weight) -> Any:
-        """Weights of one kind move alike, such as those of the same layer in other blocks of layers."""
+        """Return a key that is equal for weights that move alike, for example the same module in different layers."""
         alike = dataclasses.replace(weight, name="", layers=())
         return alike, self.source.stages(weight), self.destination.stages(weight)
 
@@ -200,7 +200,7 @@ class Plan(ABC):
         return self._movements[key]
 
     def _block_movements(self, weight: Weight) -> list[Movement]:
-        """The movements of the first block: each destination asks `senders` in turn for what it still lacks."""
+        """Return the first block's movements: each destination takes what it still lacks from `senders`, in order."""
         held = {rank: self.source.boxes(weight, rank) for rank in self.source.ranks}
         found: dict[tuple[int, Boxes], list[int]] = {}
         for rank in self.ranks[: self.block]:
@@ -215,7 +215,7 @@ class Plan(ABC):
         return [Movement(weight, source, tuple(ranks), moved) for (source, moved), ranks in found.items()]
 
     def figures(self) -> Figures:
-        """Bytes of the whole plan. Only one weight of a kind, and one block of ranks, is planned."""
+        """Return the bytes of the whole plan, computed from one weight of each kind and one block of ranks."""
         kinds: dict[Any, list[Weight]] = {}
         for weight in self.weights:
             kinds.setdefault(self._kind(weight), []).append(weight)
@@ -237,10 +237,10 @@ class Plan(ABC):
 
 
 class Reshard(Plan):
-    """From any layout on any ranks to any other: every rank gets exactly what it lacks, G_r \\ T_r.
+    """A plan from any layout on any ranks to any other: every rank receives exactly what it lacks, G_r \\ T_r.
 
-    From whole replicas a rank that trained asks its own replica first; other ranks use the replicas in turn, so that no
-    single replica serves them all. Else the lowest-ranked holder sends.
+    If replicas are complete, a rank of the source receives from its own replica first; other ranks use the replicas in
+    turn, so that no single replica serves them all. Else the lowest rank that holds the elements sends them.
     """
 
     def senders(self, rank: int) -> Sequence[Sequence[int]]:

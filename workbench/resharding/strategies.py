@@ -1,9 +1,9 @@
 """The three transitions from training to generation that HybridFlow compares (arXiv:2409.19256, section 5.3, table 2).
 
-M: bytes of the model; training (p, t, d), generation (p_g, t_g) on the same ranks. To add a strategy: a subclass of
-`Transition`, and its line in `STRATEGIES`.
+M: bytes of the model; training (p, t, d), generation (p_g, t_g) on the same ranks. To add a strategy, write a subclass
+of `Transition` and add it to `STRATEGIES`.
 
-The answer of `wb reshard`: a transition between two layouts of a model, in bytes.
+`report` is the result of `wb reshard`: the bytes of a transition between two layouts of a model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from workbench.support.validation import one_of
 
 
 class Transition(Plan):
-    """From a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
+    """A plan from a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
 
-    Plain generation groups, unless a subclass defines others: consecutive ranks inside each training replica. trained:
-    the distribution of the layout itself, which `training` may shard further. vocabulary_multiple: of the generation
-    side, see `Distribution`.
+    Unless a subclass defines others, generation groups are plain: consecutive ranks inside each training replica.
+    trained: the distribution of the layout itself, which `training` may shard further. vocabulary_multiple: for the
+    generation side, see `Distribution`.
     """
 
     def __init__(self, weights: ModelWeights, layout: Layout, *, vocabulary_multiple: int = 1) -> None:
@@ -42,7 +42,7 @@ class Transition(Plan):
         return self.trained
 
     def generation_ranks(self) -> tuple[int, ...]:
-        """The ranks in the order in which the generation layout counts them."""
+        """Return the ranks in the order of the generation layout."""
         return tuple(range(self.layout.size))
 
     @property
@@ -56,7 +56,7 @@ class Transition(Plan):
         return self._groups(2)
 
     def micro_data_groups(self) -> list[list[int]]:
-        """The ranks of a training replica that hold the same generation shard."""
+        """Return groups of a training replica's ranks that hold the same generation shard."""
         return self._groups(0)
 
     def _groups(self, axis: int) -> list[list[int]]:
@@ -69,11 +69,11 @@ class Transition(Plan):
 
 
 class FullGather(Transition):
-    """DeepSpeed-Chat's way: trained as ZeRO-3, flat shards over all ranks; everything is gathered over all of them.
+    """DeepSpeed-Chat's strategy: training is ZeRO-3, with flat shards over all ranks; every rank gathers everything.
 
-    A rank receives M - |T_r| and holds M at the peak, then cuts its generation slices out. Its flat shard, a run of
-    elements across rows, is memory of its own beside a generation slice, so |T_r| is kept twice on every rank: on
-    weights that divide M/(p*t*d), the paper's figure.
+    A rank receives M - |T_r| and holds M at the peak, then takes its generation slices. A flat shard is a run of
+    elements across rows, so it cannot share memory with a generation slice: |T_r| is kept twice on every rank. If the
+    weights divide evenly this is M/(p*t*d), the paper's figure.
     """
 
     shares_storage = False
@@ -96,9 +96,9 @@ class FullGather(Transition):
 
 
 class FullGatherOfSlices(FullGather):
-    """The same for a model that is trained in the layout (p, t, d): a rank's flat shard is a part of its slice, over d.
+    """`FullGather` for a model that is trained in the layout (p, t, d): slices are sharded, flat, over the d replicas.
 
-    The lowest of the tensor ranks that hold a weight whole sends it.
+    If several tensor ranks hold a whole weight, the lowest one sends it.
     """
 
     def training(self, weights: ModelWeights) -> Distribution:
@@ -112,10 +112,10 @@ class FullGatherOfSlices(FullGather):
 
 
 class ModelParallelGather(Transition):
-    """HybridFlow-V: everything gathered over the p*t ranks of each training replica, plain generation groups.
+    """HybridFlow-V: the p*t ranks of each training replica gather everything; generation groups are plain.
 
-    A rank receives |M \\ T_r|, holds M at the peak, and cuts its generation slices out. Where its training slices lie
-    outside of those it keeps them too, |T_r \\ G_r|.
+    A rank receives |M \\ T_r|, holds M at the peak, and takes its generation slices. It also keeps the parts of its
+    training slices outside of these, |T_r \\ G_r|.
     """
 
     def materialised(self, weight: Weight, rank: int) -> Boxes:
@@ -123,10 +123,10 @@ class ModelParallelGather(Transition):
 
 
 class MicroGroupGather(Transition):
-    """HybridFlow: strided generation groups, in which T_r lies inside G_r; each rank receives G_r \\ T_r.
+    """HybridFlow: generation groups are strided, so that T_r lies inside G_r; each rank receives G_r \\ T_r.
 
-    It comes from the rank's micro data-parallel group where that holds it: always, but for vocabulary rows that the
-    tensor ranks do not divide evenly. Peak |G_r and T_r|; kept twice |T_r \\ G_r|, 0 but for such rows.
+    The rank's micro data-parallel group sends these elements if it holds them: always, except for vocabulary rows that
+    tensor ranks do not divide evenly. Peak: |G_r and T_r|. Kept twice: |T_r \\ G_r|, which is 0 except for such rows.
     """
 
     def generation_ranks(self) -> tuple[int, ...]:
@@ -143,10 +143,10 @@ class MicroGroupGather(Transition):
 
 
 class ZeroSync(Reshard):
-    """From ZeRO-3's flat shards over all ranks to an engine on the same ranks, in groups of t_g consecutive ones.
+    """A plan from ZeRO-3's flat shards over all ranks to an engine there, in groups of t_g consecutive ranks.
 
-    Each rank receives what it lacks, |G_r| (n-1)/n where all divides; with `whole` M (n-1)/n, as DeepSpeed's own gather
-    does. A flat shard is no part of a generation slice: |T_r| is kept twice.
+    Each rank receives what it lacks: |G_r| (n-1)/n if everything divides evenly; with `whole`, M (n-1)/n, like
+    DeepSpeed's own gather. A flat shard is not part of a generation slice: |T_r| is kept twice.
     """
 
     shares_storage = False
@@ -173,33 +173,33 @@ STRATEGIES: dict[str, type[Transition]] = {
 
 
 def plan_transition(weights: ModelWeights, layout: Layout, strategy: str = "hybridflow") -> Transition:
-    """The plan of a transition from `layout` (p, t, d) to its generation sizes (p_g, t_g), by the name of a strategy.
+    """Return the plan of a transition from `layout` (p, t, d) to its generation sizes (p_g, t_g), by a strategy's name.
 
-    Raises `BadInput` for an unknown strategy, and for a model that the layout cannot hold.
+    Raises `BadInput` for an unknown strategy, and for a model that the layout cannot divide.
     """
     one_of("strategy", strategy, tuple(STRATEGIES))
     return STRATEGIES[strategy](weights, layout)
 
 
 def plan_sync(weights: ModelWeights, layout: Layout, strategy: str, *, vocabulary_multiple: int = 1) -> Transition:
-    """The plan of a weight sync: as `plan_transition`, from the slices that are trained in `layout`, to an engine whose
-    tensor groups are consecutive ranks, see `Layout.generating`.
+    """Return the plan of a weight sync: like `plan_transition`, from the slices that are trained in `layout`, to an
+    engine whose tensor groups are consecutive ranks, see `Layout.generating`.
 
-    The groups being the engine's, "v" and "full" have those of "hybridflow" here.
+    The engine determines the groups, so "v" and "full" have the same groups as "hybridflow" here.
     """
     one_of("strategy", strategy, tuple(STRATEGIES))
     kind = FullGatherOfSlices if strategy == "full" else STRATEGIES[strategy]
     return kind(weights, layout, vocabulary_multiple=vocabulary_multiple)
 
 
-MOST_RANKS = 8192  # of whose matrix 512 MiB are held
+MOST_RANKS = 8192  # the matrix of so many ranks takes 512 MiB
 
 
 def report(model: str | Path, train: str, generate: str, strategy: str, dtype: str | None = None) -> dict[str, Any]:
-    """The figures of a transition as plain values.
+    """Return the figures of a transition as plain values.
 
     model: a name, a folder, or a config file; its weights are not read. train: "P-T-D". generate: "PG-TG".
-    dtype: None: the config's, else float32. Raises `BadInput` or `ModelUnavailable`.
+    dtype: None: the config's dtype, or float32 if it has none. Raises `BadInput` or `ModelUnavailable`.
     """
     layout = parse_layouts(train, generate)
     if layout.size > MOST_RANKS:
@@ -238,7 +238,7 @@ def parse_layouts(train: str, generate: str) -> Layout:
 
 
 def sharded_bytes(weights: ModelWeights, layout: Layout) -> int:
-    """Bytes of the weights that the ranks of a training replica share out: cut by t, or on some of p stages only."""
+    """Return the bytes of weights that are divided in a training replica: split by t, or on some of p stages only."""
     every = tuple(range(layout.p))
     shared_out = (
         weight

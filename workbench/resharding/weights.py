@@ -1,8 +1,8 @@
-"""How a model's weights are cut into tensor-parallel slices and dealt to pipeline stages. Pure: nothing is loaded.
+"""How a model's weights are split into tensor-parallel slices and assigned to pipeline stages. Loads nothing.
 
-The cut is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): projections into attention heads and into the
-MLP by output (axis 0), projections out of them by input (axis 1), embeddings and output head by vocabulary, the rest
-whole on every tensor rank. Layers go evenly to the stages, in order.
+The split is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053): projections into attention heads and into the MLP
+are split by output (axis 0), projections out of them by input (axis 1), embeddings and output head by vocabulary; other
+weights are whole on every tensor rank. Layers are divided evenly among the stages, in order.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Interval = tuple[int, int]
 # Bytes of an element, by the name of the torch dtype.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
-MOST_TENSOR_RANKS = 64  # of those that a remedy names
+MOST_TENSOR_RANKS = 64  # the largest t that a remedy names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stretch of a weight's cut axis that is cut by itself: a whole weight, or q, k and v of a fused one.
+    """A range of a weight's split axis that is split separately: the whole axis, or q, k or v of a fused weight.
 
-    size: elements along the axis. units: what a rank holds whole, such as heads; they divide the size. rule: "even":
-    each of t ranks has units/t of them. "copied": that, and where t is a multiple of the units, each unit is on t/units
-    ranks (key-value heads). "chunked": chunks of ceil(units/t), the last shorter or empty, as torch.chunk and DTensor's
-    Shard make them (vocabulary rows).
+    size: elements along the axis. units: the number of pieces that stay whole, such as heads; it divides the size.
+    rule: "even": each of t ranks has units/t units. "copied": the same, but if t is a multiple of units, each unit is
+    on t/units ranks (key-value heads). "chunked": chunks of ceil(units/t), the last ones shorter or empty, as in
+    torch.chunk and DTensor's Shard (vocabulary rows).
     """
 
     size: int
@@ -44,9 +44,9 @@ class Part:
     rule: Literal["even", "copied", "chunked"] = "even"
 
     def held_units(self, j: int, t: int, multiple: int = 1) -> Interval | None:
-        """[start, stop) in units for tensor rank j of t; None where they do not divide.
+        """Return [start, stop) in units for tensor rank j of t; None if t cannot divide the units.
 
-        multiple: chunked units are rounded up to a multiple of it.
+        multiple: the number of chunked units is rounded up to a multiple of this.
         """
         if self.rule == "chunked":
             chunk = -(-(-(-self.units // multiple) * multiple) // t)
@@ -61,11 +61,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight. name: transformers'. item_bytes: of one element. axis: the cut axis; None: whole on all tensor ranks.
+    """One weight. name: transformers'. item_bytes: per element. axis: the split axis; None: whole on each tensor rank.
 
-    parts: of the cut axis, in order; empty for a weight that is not cut. layers: the decoder layers whose pipeline
-    stages hold it: its own; the first for embeddings, the last for final norm and head; both for an embedding that is
-    the head too.
+    parts: of the split axis, in order; () for a weight that is not split. layers: the decoder layers whose pipeline
+    stages hold the weight: its own; the first layer for embeddings, the last for final norm and head; both for an
+    embedding that is tied to the head.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Weight:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(rows, columns) of the weight seen as a matrix; of a vector (elements, 1)."""
+        """(rows, columns) of the weight as a matrix; (elements, 1) for a vector."""
         rows = self.shape[0] if self.shape else 1
         return rows, math.prod(self.shape[1:])
 
     @property
     def group(self) -> str:
-        """The weights that move together: the decoder layer, such as "model.layers.3"; outside of layers the module."""
+        """The name of the weights that move together: of the decoder layer ("model.layers.3"), else of the module."""
         module = self.name.rpartition(".")[0] or self.name
         found = re.match(r"(.*?\.\d+)(\.|$)", module)
         return found[1] if found else module
@@ -97,10 +97,10 @@ class Weight:
         return self.numel * self.item_bytes
 
     def intervals(self, j: int, t: int, multiple: int = 1) -> tuple[Interval, ...]:
-        """[start, stop) along the cut axis that tensor rank j of t holds, one for each part; they may be empty.
+        """Return the [start, stop) along the split axis that tensor rank j of t holds, one per part; may be empty.
 
-        multiple: a vocabulary is rounded up to a multiple of it before it is cut. For a weight that is not cut: all of
-        axis 0. Raises `BadInput` where t does not divide a part.
+        multiple: a vocabulary is rounded up to a multiple of this before it is split. A weight that is not split gives
+        all of axis 0. Raises `BadInput` if t cannot divide a part.
         """
         if self.axis is None:
             return ((0, self.matrix[0]),)
@@ -120,14 +120,14 @@ class Weight:
         return tuple(found)
 
     def local_shape(self, j: int, t: int, multiple: int = 1) -> tuple[int, ...]:
-        """Shape of what tensor rank j of t holds; `multiple` as in `intervals`."""
+        """Return the shape of tensor rank j's slice, of t; `multiple` as in `intervals`."""
         if self.axis is None:
             return self.shape
         held = sum(stop - start for start, stop in self.intervals(j, t, multiple))
         return (*self.shape[: self.axis], held, *self.shape[self.axis + 1 :])
 
     def cut(self, tensor: Tensor, j: int, t: int) -> Tensor:
-        """What tensor rank j of t holds of the whole weight: a view for one part, a joined copy for several."""
+        """Return tensor rank j's slice, of t, of the whole weight: a view for one part, a joined copy for several."""
         if self.axis is None:
             return tensor
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.intervals(j, t)]
@@ -141,7 +141,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights of a model in the order of its layers, tied ones once, and the number of its decoder layers."""
+    """All weights of a model in the order of its layers, tied weights once, and the number of decoder layers."""
 
     weights: tuple[Weight, ...]
     layers: int
@@ -160,7 +160,7 @@ class ModelWeights:
         return sum(weight.nbytes for weight in self.weights)
 
     def stages(self, weight: Weight, p: int) -> tuple[int, ...]:
-        """The pipeline stages of p that hold a weight, ascending. `BadInput` where p does not divide the layers."""
+        """Return the stages, of p, that hold a weight, ascending. `BadInput` if p does not divide the layers."""
         if self.layers % p:
             raise BadInput(
                 f"{self.layers} layers over p={p} pipeline stages",
@@ -169,13 +169,13 @@ class ModelWeights:
             )
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
+    @lru_cache(maxsize=4096)  # noqa: B019 (there are few models)
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.weights if i in self.stages(weight, p))
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
+    @lru_cache(maxsize=4096)  # noqa: B019 (there are few models)
     def check(self, p: int, t: int) -> None:
-        """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
+        """Raise `BadInput`, naming the weight, if p stages of t tensor ranks cannot divide the model."""
         for weight in self.weights:
             self.stages(weight, p)
             try:
@@ -195,12 +195,12 @@ def model_weights(
     dtype: str | None = None,
     unknown: Literal["refuse", "whole"] = "refuse",
 ) -> ModelWeights:
-    """The weights of the model that a config describes: no memory, no files.
+    """Return the weights of the model that a config describes; allocates no weights and reads no files.
 
-    head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
-    dtype: such as "bfloat16"; None: the config's, else float32.
-    unknown: what becomes of layers whose cut is not known: "whole", they are on every tensor rank.
-    Raises `BadInput` for a config that makes no language model, and one that names layers whose cut is not known.
+    head: "lm", an output head over the vocabulary, or "scalar", one value per token (`score.weight`, `score.bias`).
+    dtype: for example "bfloat16"; None: the config's, or float32 if it has none.
+    unknown: for layers whose split is not known: "refuse" raises; "whole" puts them whole on every tensor rank.
+    Raises `BadInput` for a config that makes no language model, and ("refuse") for layers whose split is not known.
     """
     named = dtype or getattr(config, "dtype", None) or "float32"
     item_bytes = ITEM_BYTES.get(str(named).removeprefix("torch."))
@@ -230,8 +230,8 @@ def model_weights(
 
 
 def _shapes_of(config: PreTrainedConfig, head: Literal["lm", "scalar"]) -> tuple[dict[str, tuple[int, ...]], str, bool]:
-    """By building the model on the meta device: the shapes of its weights, the prefix of their names, and whether the
-    output head is the table of embeddings."""
+    """Build the model on the meta device; return the shapes of its weights, the base model's prefix, and whether the
+    output head is tied to the embeddings."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -239,7 +239,7 @@ def _shapes_of(config: PreTrainedConfig, head: Literal["lm", "scalar"]) -> tuple
     try:
         with torch.device("meta"):
             model: Any = auto.from_config(config)
-    except Exception as error:  # which kind depends on the family
+    except Exception as error:  # its class depends on the model family
         raise BadInput(
             f"{type(config).__name__} ({type(error).__name__}: {' '.join(str(error).split())[:200]})",
             "must be the config of a language model",
@@ -253,7 +253,7 @@ def _shapes_of(config: PreTrainedConfig, head: Literal["lm", "scalar"]) -> tuple
 
 
 class _Cutter:
-    """Finds the parts of each layer by its name; collects in `unknown` the layers that it does not know."""
+    """Finds the parts of each layer by its name; collects unknown layers in `unknown`."""
 
     def __init__(self, text: Any, base: str) -> None:
         heads = int(getattr(text, "num_attention_heads", 1))
@@ -299,7 +299,7 @@ class _Cutter:
         style = self._plan.get(pattern)
         if style == "replicated_with_grad_allreduce":
             return whole
-        if style == "colwise" and "attn" not in pattern:  # of an attention layer the heads would have to be known
+        if style == "colwise" and "attn" not in pattern:  # in attention, the split needs the number of heads
             return 0, (Part(size=rows, units=rows),)
         if style == "rowwise" and "attn" not in pattern and len(shape) <= 2:
             return whole if kind == "bias" else (1, (Part(size=shape[1], units=shape[1]),))

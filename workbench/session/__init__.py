@@ -1,1 +1,1 @@
-"""The life of an open workbench: what it looks like, moving, recovering, reloading, checkpoints."""
+"""The life of an open workbench: its views, placement changes, recovery, code reloads, checkpoints."""

@@ -1,4 +1,4 @@
-"""Names on a workbench: `lab.name` that is not there, and `lab.name = value`, which no stage would read."""
+"""Attributes of a workbench: errors for an unknown `lab.name`, and for `lab.name = value` that no stage would read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.stages.group import GroupOperation
 from workbench.support.named_fields import meant
 from workbench.workers.roles import ROLE_WORKERS
 
-_OWN = ("attached", "stays")  # what opening and scripts note on it
+_OWN = ("attached", "stays")  # attributes that opening and scripts set
 _REMEDIES = {
     **{role: f"a role is declared in models= of wb.open, or added: lab.add({role!r}, ...)" for role in ROLE_WORKERS},
     "prompts": "other prompts are another workbench's: wb.open(..., prompts=source); held-out ones go to "
@@ -28,14 +28,14 @@ _REMEDIES = {
 
 
 class AdvantagesOperation:
-    """`lab.compute_advantages`. It is no property: of one, `?` shows the property's docstring and no arguments."""
+    """`lab.compute_advantages`. A descriptor, not a property: for a property, `?` shows no arguments."""
 
     def __get__(self, lab: Any, kind: type) -> GroupOperation:
         return self if lab is None else lab.runner.groups.compute_advantages  # type: ignore[return-value]
 
 
 def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> AttributeError:
-    """The error for `lab.name` that is not there. known: the names that are."""
+    """Return the error for an unknown `lab.name`. known: the names that exist."""
     if name == ROLLOUT:
         rule = "the actor generates. Name 'rollout' in a pool, or lab.add('rollout', pool=...)"
         return AttributeError(f"this workbench has no rollout workers: {rule}")
@@ -47,8 +47,8 @@ def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> A
 
 
 def set_attribute(lab: Any, name: str, value: Any) -> None:
-    """`lab.name = value`. While the workbench is made, its parts; afterwards what has a setter, and names that begin
-    with an underscore. Raises `BadInput` for all others."""
+    """Carry out `lab.name = value`. Accepts every name while the workbench is being made; afterwards only names with a
+    setter and names that begin with an underscore. Raises `BadInput` for all others."""
     kind = type(lab)
     setter = getattr(getattr(kind, name, None), "fset", None)
     if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):

@@ -1,4 +1,4 @@
-"""`lab.changed()`: what updates changed in the trainer's weights, and how much of that generation sees."""
+"""`lab.changed()`: which weights the updates changed, and how much of that change generation sees."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from workbench.stages.runner import StageRunner
 from workbench.support.validation import PositiveInt
 from workbench.telemetry.syncs import newest
 
-BARELY, LAST = 1e-3, 5  # a share of elements, of so many notes; the learning rates of RL leave about 0.01 visible
+BARELY, LAST = 1e-3, 5  # a share of elements, over the LAST notes; RL's learning rates leave about 0.01 visible
 
 
 def changed(runner: StageRunner, last: PositiveInt | None = None) -> pd.DataFrame:
-    """What updates of the actor changed: one row a weight and note, in order. last: only so many of the newest notes.
+    """Return what updates of the actor changed: one row per weight and note, in order. last: how many of the newest
+    notes.
 
-    The first call takes a copy of the float32 weights, in host memory: 4 bytes a parameter, over all ranks together.
-    From then on each weight sync notes, and each call where updates ran since. After `lab.move`, `lab.recover` and what
-    else puts weights back the copy is taken anew: `since` is then not the `version` before it.
+    The first call copies the float32 weights to host memory: 4 bytes per parameter, over all ranks together. From then
+    on each weight sync adds a note, and so does each call after new updates. `lab.move`, `lab.recover` and all else
+    that puts weights back renew the copy: `since` is then not the previous `version`.
 
-    since, version: optimizer steps before and after. elements: of the weight; with an adapter, of the adapter's.
-    trained, visible: shares of them, 0 to 1, whose bits changed in float32, and after rounding to the role's dtype.
-    norm: of the change. Warns where less than 0.1 % is visible. A closed workbench, and a kernel that only looks, give
-    what was noted. Raises `BadInput` without an actor that workbench trains.
+    since, version: optimizer steps before and after. elements: the size of the weight, or of its adapter. trained,
+    visible: the shares of elements, 0 to 1, whose bits changed in float32, and after rounding to the role's dtype.
+    norm: of the change. Warns where less than 0.1 % is visible. A closed workbench, or a kernel that only looks, gives
+    the notes so far. Raises `BadInput` without an actor that workbench trains.
     """
     actor = runner.groups.by_role.get("actor")
     if actor is None or "watch_weights" not in actor.operations:
@@ -44,7 +45,7 @@ def changed(runner: StageRunner, last: PositiveInt | None = None) -> pd.DataFram
 
 
 def barely_visible(changed: pd.DataFrame, dtype: str | None) -> str:
-    """What to warn of where the last updates are hardly seen in `dtype`, the one of generation; else ""."""
+    """Return a warning where the last updates hardly show in `dtype`, the dtype of generation; "" otherwise."""
     recent = newest(changed, LAST)
     shares = recent[["trained", "visible"]].mul(recent["elements"], axis=0).sum() / max(recent["elements"].sum(), 1)
     if not shares["visible"] < min(BARELY, shares["trained"]):

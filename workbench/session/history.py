@@ -1,4 +1,4 @@
-"""What happened in a workbench, and when, read from disk; `Topology` has what is where."""
+"""What happened in a workbench, and when, read from disk. (`Topology` shows the current state.)"""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
-SHORTEST_S = 0.01  # pieces of opening that took less are not listed
+SHORTEST_S = 0.01  # parts of opening that took less time are not listed
 
 
 class History:
     """What happened in a workbench, and when; read from the disk.
 
-    script_options: numbers and bools of the script that opened it, which go to trackers.
+    script_options: the numbers and bools among the options of the script that opened it, for trackers.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:
         self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
         self.script_options: Mapping[str, Any] = {}
-        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # where the actor was, and what was computed for that
+        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # layouts and hosts, and values for them
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
-        """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
-        generation, of what `lab.move` moves ("move"), or of all."""
+        """Return every transfer between hosts, one per row. kind: "batch" (rows for stages), "weights" (for
+        generation), "move" (what `lab.move` moves); None: all."""
         moved = self._telemetry.transfers()
         return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """One row a stage call, a column a metric; of one stage only, if named: `NotFound` for one that is none."""
+        """Return one row per stage call, one column per metric. stage: only this one; `NotFound` if it is unknown."""
         found = self._telemetry.metrics(stage)
         if stage is None or len(found):
             return found
@@ -63,10 +63,10 @@ class History:
         return found
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
-        """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
+        """Return who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
 
-        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
-        syncs would move at the least: what each rank lacks.
+        kind: as in `transfers`. stage: only the bytes that moved for stages of this name. For "weights" the picture
+        also has the least that their syncs could move: the bytes that each rank lacks.
         """
         moved = self._telemetry.transfer_sums.frame(kind)
         if stage is not None:
@@ -85,23 +85,22 @@ class History:
         )
 
     def _syncs_of(self, stage: str | None) -> int:
-        """How many stage calls weights moved for; those of the reference are no syncs."""
+        """Return how many stage calls moved weights; transfers to the reference do not count as syncs."""
         runs = self._telemetry.transfer_sums.runs("weights")
         wanted = [found for name, found in runs.items() if name != "take_weights" and stage in (None, name)]
         return len(frozenset().union(*wanted))
 
     def sync_plans(self) -> pd.DataFrame:
-        """What a sync of the actor's weights would move by each strategy, one a row: strategy, in_use, moved_bytes on
-        all ranks, least_bytes that no strategy could do without, and the most of a rank: received_bytes,
-        peak_parameter_bytes, kept_twice_bytes beside the generation weights. Without rows where ranks hold whole models
-        and generate with them, or rollout workers generate.
-        """
+        """Return what a sync of the actor's weights would move with each strategy, one per row: strategy; in_use;
+        moved_bytes on all ranks; least_bytes, which every strategy has to move; and the maxima over ranks:
+        received_bytes, peak_parameter_bytes, kept_twice_bytes (kept beside the generation weights). Without rows where
+        ranks hold whole models and generate with them, or where rollout workers generate."""
         plans: pd.DataFrame = self._once("sync_plans", self._make_sync_plans)
         return plans.copy()
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
-        """A value that follows from the layout and hosts of the actor and the rollout workers: computed once for
-        each."""
+        """Return a value that depends only on the layout and hosts of the actor and the rollout workers; compute it
+        once for each of these."""
         groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
         standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
         if self._planned[0] != standing:
@@ -124,7 +123,7 @@ class History:
         return pd.DataFrame(rows, columns=[*columns, "kept_twice_bytes"])
 
     def _transition(self, strategy: str) -> Transition | ZeroSync | None:
-        """The plan of a sync between the actor's ranks; None where they hold whole models, or others generate."""
+        """Return the plan of a sync between the actor's ranks; None if they hold whole models, or others generate."""
         from workbench.models.loading import load_config
         from workbench.workers.weight_transition import plan_of, trained_slices
 
@@ -139,7 +138,7 @@ class History:
         return plan_of(load_config(spec.name), actor.layout, spec.generation, spec.dtype, strategy, slices)
 
     def _least_sync_bytes(self) -> int:
-        """What a weight sync of the actor moves at least: between its ranks, or to the rollout workers."""
+        """Return the least bytes that an actor's weight sync moves: between its ranks, or to the rollout workers."""
         return int(self._once("least_sync_bytes", self._make_least_sync_bytes))
 
     def _make_least_sync_bytes(self) -> int:
@@ -157,10 +156,10 @@ class History:
 
     @checked_call("lab.history.changes")
     def changes(self) -> pd.DataFrame:
-        """Settings that were assigned while the workbench lived, and stages of algorithms that were put in, replaced or
-        left out, one a row, in order: `time` (of this machine's clock), `iteration` (the one under way, or the last
-        one), `cell` (`In [cell]`, or "panel"; None outside a notebook), `setting`, and its value `before` and `after`:
-        of a clip that is None, the one of its loss."""
+        """Return, in order, one row per setting that was assigned while the workbench lived, and per stage of an
+        algorithm that was inserted, replaced or removed: `time` (this machine's clock), `iteration` (the current or the
+        last one), `cell` (`In [cell]`, or "panel"; None outside a notebook), `setting`, and its value `before` and
+        `after`. For a clip of None these are the clip of its loss."""
         events = self._telemetry.events()
         found = events[events["event"] == EVENT]
         names = ["iteration", "cell", "setting", "before", "after"]
@@ -176,13 +175,13 @@ class History:
         return frame.astype({"time": "datetime64[ms]", "iteration": "Int64"})
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
-        """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
+        """Send every metric from now on to a tracker as well: `lab.track("wandb", project="arithmetic")`.
 
         tracker: "tensorboard", "wandb", "mlflow" or "trackio", also as "NAME=PROJECT". Steps are iterations, names are
-        "stage/metric". Comparisons and checks are left out: after them all is as before. project, options: see the
-        tracker's class in `workbench.telemetry.sinks`. One that fails later is given up with a warning.
+        "stage/metric". Comparisons and checks are not sent, because they change nothing. project, options: see the
+        tracker's class in `workbench.telemetry.sinks`. A tracker that fails later is dropped with a warning.
 
-        Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
+        Raises `BadInput` where the tracker does not start, `MissingDependency` where it is not installed.
         """
         config = {**self._hosts.description.summary, **self.script_options}
         run = TrackedRun(
@@ -193,9 +192,9 @@ class History:
         self._telemetry.sinks.add(tracker, project, run, options)
 
     def timeline(self, iterations: PositiveInt | None = 1, *, fold: bool = True) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle.
+        """Return a picture of the last iterations (None: all) by device: what ran where and when, and idle times.
 
-        fold: draw long stretches in which nothing was called as narrow breaks. `.summary` has the times of each device,
+        fold: draw long stretches without a call as narrow breaks. `.summary` has the times of each device,
         `.sums(from_s, to_s)` those of each stage between two times.
         """
 
@@ -211,10 +210,10 @@ class History:
         return timeline(spans, devices=devices, start=start, callers=Callers.of(records), fold=fold)
 
     def opening(self) -> pd.DataFrame:
-        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
+        """Return where the seconds of opening went: a row for each part of it on each rank, by start.
 
-        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
-        that kind.
+        kind and note name the part. start_s: since `wb.open` was called. parent: the kind of the row that this row lies
+        inside.
         """
         spans = self._telemetry.spans(run=0)
         spans["start_s"] -= spans["start_s"].min()
@@ -222,7 +221,7 @@ class History:
         return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
 
     def logs(self, pool: str | None = None, rank: NonNegativeInt | None = None, lines: PositiveInt = 40) -> None:
-        """Print the last lines that worker processes wrote."""
+        """Print the last lines of the logs of the worker processes. pool, rank: only of these."""
         pools = tuple(dict.fromkeys(info.pool for info in self._hosts.infos))
         if pool is not None:
             one_of("pool", pool, pools)

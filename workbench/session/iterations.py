@@ -1,4 +1,4 @@
-"""Iterations as streams of prompts and scripts count them."""
+"""Counts and begins iterations, for streams of prompts and for scripts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 SCORING = ("compute_reward", "reweigh")
-MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
+MEMORY_S = 0.5  # how long the start of an iteration waits for the hosts' memory readings
 
 
 def _with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Name the options of `Examples` in a method's signature, for help, Tab and the check of its arguments."""
+    """Add the options of `Examples` to a method's signature, for help, Tab and the check of its arguments."""
     signature, of_examples = inspect.signature(method), inspect.signature(Examples).parameters
     options = [p for p in of_examples.values() if p.kind is KEYWORD and p.name not in ("tokenizer", "seed")]
     seed = of_examples["seed"].replace(default=None)  # that of the workbench
@@ -50,16 +50,16 @@ class Iterations:
 
     @property
     def next_iteration(self) -> int:
-        """The number of the one that the next draw begins."""
+        """The number of the iteration that the next draw begins."""
         return self._runner.counters.next_iteration
 
     def check_ready(self) -> None:
-        """Raise where no prompts can be put, or another thread calls stages."""
+        """Raise where no prompts can be put, or where another thread drives the workbench."""
         self._runner.groups.check_alive(self._runner.groups.lead)
         self._runner.check_driver()
 
     def before_iteration(self) -> None:
-        """Save where `autosave` says so; `BadInput` in a resumed script that would repeat iterations."""
+        """Save if `autosave` asks for it. Raises `BadInput` in a resumed script that would repeat iterations."""
         self._runner.require_nothing_to_skip("the next iteration")
         self._checkpoints.save_if_due()
 
@@ -70,21 +70,21 @@ class Iterations:
         counters.begin_iteration(ahead=ahead)
         self._position.saved_algorithm = None
         self._runner.telemetry.append_event("iteration", iteration=counters.iteration)
-        with suppress(Exception):  # a curve with a point less
+        with suppress(Exception):  # without it, a memory curve lacks one point
             self._topology.read_memory(MEMORY_S)
 
     def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
         return self._runner.batches.put(table, meta=meta, owner=owner)
 
     def note_drawn(self) -> None:
-        """Record where the prompts are, for a later kernel."""
+        """Record the position of the prompts, for a later kernel."""
         self._runner.ownership.record()
 
     def when_scored(self, tell: Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]) -> None:
         self._runner.scores.append(tell)
 
     def wait_for_scores(self) -> None:
-        """Wait for the stages under way that give rewards: what is drawn next may depend on them."""
+        """Wait for the stages under way that give rewards: the next draw may depend on rewards."""
         for run in [*self._runner.open_runs(), *self._runner.scheduler.open_runs()]:
             if run.stage in SCORING and not run.done:
                 try:
@@ -92,27 +92,28 @@ class Iterations:
                 except StageInterrupted:
                     raise
                 except WorkbenchError:
-                    continue  # which those who read its result are told
+                    continue  # readers of the run's result get this error
 
     def note_change(self, setting: str, before: Any, after: Any) -> None:
         self._runner.live.note(setting, before, after)
 
     @_with_options
     def demonstrations(self, source: Source, **options: Any) -> ExampleStream:
-        """Prompts with the responses to learn: `lab.demonstrations("sft.jsonl", held_out=100).next(64)` is a batch for
-        `update_sft`. Rows and options: see `workbench.data.examples.Examples`; seed: None: the workbench's."""
+        """Return prompts with responses to learn: `lab.demonstrations("sft.jsonl", held_out=100).next(64)` is a batch
+        for `update_sft`. Rows and options: see `workbench.data.examples.Examples`; seed: None: the workbench's."""
         return self._stream(source, "demonstrations", options)
 
     @_with_options
     def feedback(self, source: Source, **options: Any) -> ExampleStream:
-        """Prompts with an answer and a label, whether it is good, for `update_kto`: `lab.feedback("rated.jsonl")` of
-        rows such as {"prompt": ..., "response": ..., "label": true}. Rows and options: see `lab.demonstrations`."""
+        """Return prompts with an answer and a label, whether it is good, for `update_kto`:
+        `lab.feedback("rated.jsonl")`, with rows like {"prompt": ..., "response": ..., "label": true}. Options: see
+        `lab.demonstrations`."""
         return self._stream(source, "feedback", options)
 
     @_with_options
     def pairs(self, source: Source, **options: Any) -> ExampleStream:
-        """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost`, `update_dpo` and the like:
-        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows, options: see `lab.demonstrations`."""
+        """Return prompts with a chosen and a rejected answer, for `update_reward`, `update_cost`, `update_dpo`, ...:
+        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Options: see `lab.demonstrations`."""
         return self._stream(source, "pairs", options)
 
     def _stream(self, source: Source, kind: Kind, options: Mapping[str, Any]) -> ExampleStream:
@@ -121,8 +122,8 @@ class Iterations:
         return self._position.add_stream(stream)
 
     def numbers(self, n: PositiveInt) -> Iterator[int]:
-        """The numbers 1 to n, for a loop of iterations by hand: `for _ in lab.iterations(100): ppo.iterate()`. In a
-        script that is resumed, without those that were made before."""
+        """Yield the numbers 1 to n, for a loop of iterations by hand: `for _ in lab.iterations(100): ppo.iterate()`. In
+        a resumed script, leave out the iterations that were made before."""
         for number in range(1 + self.passed_over(n), n + 1):
             before = self.iteration
             yield number
@@ -134,7 +135,7 @@ class Iterations:
                 )
 
     def passed_over(self, iterations: NonNegativeInt) -> int:
-        """How many of that many iterations were made before the script was resumed; they are counted once."""
+        """Return how many of `iterations` were made before the script was resumed; each is counted only once."""
         counters = self._runner.counters
         passed = min(iterations, counters.iterations_to_skip)
         counters.iterations_to_skip -= passed

@@ -1,23 +1,23 @@
-"""The journal of a workbench on Ray: what a later kernel goes on from. Only the kernel that drives it appends.
+"""The journal of a workbench on Ray, from which a later kernel continues. Only the kernel that drives it appends.
 
-It is one file in the workbench's record (see `workbench.backends.registry`). A stage appends an entry when it is sent,
-and one when its hosts have ended it. An entry says what has changed since the one before:
+The journal is one file in the workbench's record (see `workbench.backends.registry`). A stage appends an entry when it
+is sent, and another when its hosts have ended it. An entry has the changes since the previous entry:
 
-    controller the handle that wrote it, see `Ownership`
-    whole      there where it stands for all entries before; other handles' entries behind it do not count
-    counters   JSON: numbers of runs, batches and draws, the weights of each role, where the prompts are
-    position   JSON: where the algorithm of the last step is, streams of examples, automatic saves, checkpoints
-    sent       stages that went to their hosts, by number: `SentRun`; again with what came of an update that was
-               interrupted, or whose metrics nobody has yet
+    controller the handle that wrote the entry, see `Ownership`
+    whole      present where the entry replaces all earlier ones; later entries of other handles do not count
+    counters   JSON: numbers of runs, batches and draws, the weights of each role, the position of the prompts
+    position   JSON: positions of the last algorithm and the streams of examples, automatic saves, checkpoints
+    sent       stages that were sent to their hosts, by number: `SentRun`; written again with the outcome of an
+    update that was interrupted, or whose metrics no caller has yet
     over       numbers of stages whose results their callers have, or that left nothing
     locations  where rows of columns are, by controller and number: `Location`
-    batches    what the store keeps, by name: `KeptBatch` or `FiledBatch`
-    ledger     what the ledger of prompts has come to know; in a whole entry, `ledger_state` is all of it
-    released   names of batches that the store keeps no longer
+    batches    batches that the store has come to keep, by name: `KeptBatch` or `FiledBatch`
+    ledger     news of the ledger of prompts; a whole entry has all of the ledger, as `ledger_state`
+    released   names of batches that the store no longer keeps
 
-Values that are not text are pickled one by one: one that another kernel cannot read hides no other. An entry that is
-damaged is left out (see `workbench.backends.journal_file`). Where one could not be written, or another process has
-written the file, the next one stands for all.
+Values that are not text are pickled one by one, so that a value that another kernel cannot read hides no other value. A
+damaged entry is left out (see `workbench.backends.journal_file`). After an entry could not be written, or another
+process has written the file, the next entry is a whole one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from workbench.stages.runner import StageRunner
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
-SLACK = 200  # entries beyond three a batch, beyond which the journal is compacted
+SLACK = 200  # the journal is compacted when it has more entries than three per batch plus SLACK
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptBatch:
-    """A batch on the hosts. columns: by name, each without its location and with the number of that."""
+    """A batch on the hosts. columns: by name, each without its location, and the location's number."""
 
     name: str
     version: int
@@ -66,7 +66,7 @@ class KeptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class FiledBatch:
-    """A batch that is in a file alone."""
+    """A batch that is only in a file."""
 
     name: str
     origin: Origin
@@ -75,7 +75,7 @@ class FiledBatch:
 
 
 class SessionJournal:
-    """Appends to the journal of one workbench; nothing where that was closed elsewhere."""
+    """Appends to the journal of one workbench, unless another kernel drives it or has closed it."""
 
     def __init__(
         self, runner: StageRunner, position: Position, checkpoints: Checkpoints, prompts: PromptStream
@@ -83,12 +83,12 @@ class SessionJournal:
         self._runner, self._position, self._checkpoints, self._prompts = runner, position, checkpoints, prompts
         self._lock = threading.RLock()
         self._open = {run.number: pickle.dumps(run) for run in runner.interrupted.unfinished.values()}
-        self._complete = False  # whether the file has all that is noted as written
+        self._complete = False  # whether the file has all entries that this object noted as written
         self._stamp: journal_file.Stamp | None = None  # of the file, as this kernel left it
         self._start()
 
     def _start(self) -> None:
-        """Forget what has been written."""
+        """Forget what has been written, so that the next entry is a whole one."""
         if self._prompts.records is not None:
             self._prompts.records.changes = None
         self._texts: dict[str, str] = {}
@@ -97,7 +97,7 @@ class SessionJournal:
         self._next_number, self._entries = itertools.count(), 0
 
     def rewrite(self) -> None:
-        """Compact the journal: one entry in place of all."""
+        """Compact the journal: replace all entries by one."""
         with self._lock, uninterrupted(), self._written():
             self._start()
             entry = {**self._changes(), "sent": dict(self._open), "whole": True, "controller": self._controller}
@@ -112,7 +112,7 @@ class SessionJournal:
                 entry["sent"] = {sent.number: self._open[sent.number]}
             if closed := [number for number in over if self._open.pop(number, None) is not None]:
                 entry["over"] = closed
-            if self._stamp != registry.journal_stamp(self._lab):  # by a kernel that was slow, or by the next one
+            if self._stamp != registry.journal_stamp(self._lab):  # written by a slow earlier kernel, or by the next one
                 self._complete = False
                 self._runner.ownership.notice_takeover()
             if not self._runner.ownership.drives:
@@ -127,7 +127,7 @@ class SessionJournal:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Inside, what is written is noted before it is: after an error, the next entry stands for all."""
+        """Mark the file as incomplete while the block writes: after an error, the next entry is a whole one."""
         self._complete = False
         yield
         self._complete, self._stamp = True, registry.journal_stamp(self._lab)
@@ -151,7 +151,7 @@ class SessionJournal:
         return changes | self._ledger_changes() | self._batch_changes()
 
     def _ledger_changes(self) -> dict[str, Any]:
-        """What was noted in the ledger since the last entry; all that it has, where nothing has been written."""
+        """Return what was noted in the ledger since the last entry; the whole ledger, where nothing is written yet."""
         records = self._prompts.records
         if records is None:
             return {}
@@ -190,7 +190,7 @@ class SessionJournal:
         }
 
     def _batch_changes(self) -> dict[str, Any]:
-        """What the store has come to keep, and to forget."""
+        """Return the batches that the store has added and released since the last entry."""
         store = self._runner.batches.store
         there = list(store)
         released = self._names - set(there)
@@ -202,13 +202,13 @@ class SessionJournal:
             self._names.add(name)
             try:
                 batches[name] = pickle.dumps(batch)
-            except Exception as error:  # meta may hold any value: the stage goes on
+            except Exception as error:  # meta may hold a value that cannot be pickled; the stage goes on
                 warnings.warn(f"a later kernel will not have {name}: {said(error)}", stacklevel=2)
         changes = {"released": sorted(released), "locations": locations, "batches": batches}
         return {section: value for section, value in changes.items() if value}
 
     def _describe(self, name: str, locations: dict[str, bytes]) -> KeptBatch | FiledBatch | None:
-        """What is to be known of a batch, whose new locations are added to `locations`; None while it is being made."""
+        """Describe a batch, and add its new locations to `locations`; None while the batch is being made."""
         store = self._runner.batches.store
         batch, origin = store.kept(name), store.origin(name)
         assert origin is not None
@@ -228,7 +228,7 @@ class SessionJournal:
 
 
 def _position_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Where an algorithm is, in the form of a checkpoint's; batches by their names in the store."""
+    """Return the position of an algorithm in the form of a checkpoint's; batches are named as in the store."""
     made: dict[str, Any] = {}
     for stage, value in list(algorithm.made.items()) if algorithm.under_way else ():
         if isinstance(value, Run):
@@ -242,14 +242,14 @@ def _position_of(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def _held(batch: Batch) -> dict[str, str] | None:
-    """The name of a batch in the store; None while it is being made."""
+    """Return the name of a batch in the store; None while the batch is being made."""
     batch.settle(wait=False)
     return None if batch.pending else {"held": batch.id}
 
 
 @dataclass
 class Recorded:
-    """What a journal says, all entries together. The fields are the sections."""
+    """The content of a journal, all entries together. The fields are the sections."""
 
     counters: dict[str, Any] = field(default_factory=dict)
     position: dict[str, Any] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class Recorded:
 
 
 def read_journal(lab: str) -> Recorded:
-    """What the journal of the workbench with this id says. Warns of values that cannot be read, and names them."""
+    """Read the journal of the workbench with this id. Warns of each value that cannot be read."""
     texts: dict[str, str] = {"counters": "{}", "position": "{}"}
     pickled: dict[str, dict[Any, bytes]] = {"sent": {}, "locations": {}, "batches": {}}
     ledger, ledger_changes = None, list[bytes]()
@@ -285,7 +285,7 @@ def read_journal(lab: str) -> Recorded:
 
 
 def _readable(section: str, pickled: Mapping[Any, bytes]) -> dict[Any, Any]:
-    """The values that this process can read: others are of code that it cannot import, or that has changed."""
+    """Unpickle the values that this process can read, and warn of those whose code is missing or has changed."""
     found = {}
     for key, value in pickled.items():
         try:

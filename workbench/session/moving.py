@@ -1,11 +1,11 @@
-"""Carrying out a change of placement or of roles: what is new is made beside what is there, and takes its place when it
-is whole.
+"""Carries out a change of placement or of roles: new hosts and roles are made beside the old ones, and replace them
+when they are complete.
 
     check │ publish │ start hosts, join pools │ build roles, take and verify their state │ switch │ end old hosts
-          └─ an error in here ends what is new, and the old placement goes on ──────────┘
+          └─ an error in here ends the new hosts, and the old placement goes on ────────┘
 
-A host that stays builds and takes while others start, and each takes as soon as it has built.
-Weights and moments go from host to host, and the controller gets only checksums and byte counts.
+Hosts that stay build roles and receive state while new hosts start; each host receives as soon as it has built.
+Weights and moments go from host to host; the controller gets only checksums and byte counts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from workbench.config.description import Description
     from workbench.placement.change import PlacementChange
 
-# How long an error waits for hosts to forget what was built for a move that failed; a healthy one may still be
-# loading it.
+# After a failed move, how long to wait until hosts have dropped what they built for it; a healthy host may still be
+# loading a role.
 ANSWER_S = 60.0
 LEFT = ("the placement is as it was", "the same call again carries it out")
 
@@ -54,31 +54,31 @@ class Mover:
 
     @stoppable("lab.move()", LEFT)
     def move(self, placement: Placement) -> PlacementChange:
-        """Change the placement while the models live: `lab.move(wb.Placement.split(4))`; what moved, as `lab.diff` says
-        it before, and how long it took.
+        """Change the placement while the models live: `lab.move(wb.Placement.split(4))`. Returns what moved, in the
+        form of `lab.diff`, and how long it took.
 
-        A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
+        A pool keeps its processes where the new placement has a pool of its name with as many devices; other pools get
         new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host
-        to host, to each rank exactly what its process lacks; so do batches on hosts that end. Generation engines are
-        built again, and synced before they generate. Counters and random draws go on: the next stage gives the numbers
-        that it would have given without the move.
+        to host: each rank gets exactly what its process lacks. Batches on hosts that end move, too. Generation engines
+        are built again, and synced before they generate. Counters and random draws continue: the next stage gives the
+        numbers that it would have given without the move.
 
-        Until all has arrived, and its sums of bits are right, the old placement stays as it is: an error ends what is
-        new, says which step failed on which host, and the old placement goes on.
+        Until all state has arrived and its checksums are right, the old placement stays as it is: an error ends the new
+        hosts, says which step failed on which host, and the old placement goes on.
 
         Raises `BadInput`, with nothing touched, for a placement that this workbench could not have been opened with, or
-        that has no room; on GPUs new pools need devices that are free beside those of the old ones; the inline backend
-        has its one process only. A placement with a pool for "rollout" adds rollout workers, one without it drops them.
+        that has no room. On GPUs new pools need free devices beside those of the old pools; the inline backend has only
+        its one process. A placement with a pool for "rollout" adds rollout workers, one without it drops them.
         """
         return self._carry_out(self._runner.hosts.description.placed(placement), f"moving to {placement}")
 
     @stoppable("lab.add()", LEFT)
     def add(self, role: str, model: Any = None, pool: str | None = None, devices: int | None = None) -> PlacementChange:
         """Add a role while the others live: `lab.add("cost", too_long)`; `lab.add("critic", "smollm2-135m", "scorers",
-        devices=2)`; `lab.add("rollout", pool="engines", devices=1)`. What it changed, as `lab.diff` says it.
+        devices=2)`; `lab.add("rollout", pool="engines", devices=1)`. Returns the change, in the form of `lab.diff`.
 
-        model: as in `wb.open`; none for rollout workers, which have the actor's. pool: by default the only one there
-        is. devices: of the pool, where there is none of that name yet. Otherwise as `move`.
+        model: as in `wb.open`; None for rollout workers, which have the actor's model. pool: default: the only pool.
+        devices: how many a new pool of that name gets. For all else see `move`.
         """
         self._runner.ownership.check_open()
         hosts = self._runner.hosts
@@ -111,9 +111,9 @@ class Mover:
 
     @stoppable("lab.drop()", LEFT)
     def drop(self, role: str) -> PlacementChange:
-        """Close a role, and free what it holds, what it has learned among it: `lab.drop("cost")`. A pool that is left
-        without a role ends; batches on its hosts move to others. Also of a role that was lost with
-        its pool, where it was alone there: what the hosts kept is gone."""
+        """Close a role, and free all that it holds, also what it has learned: `lab.drop("cost")`. A pool that is left
+        without a role ends; batches on its hosts move to other hosts. Also drops a role that was lost with its pool, if
+        it was alone there: what those hosts kept is gone."""
         self._runner.ownership.check_open()
         hosts = self._runner.hosts
         description, where = hosts.description, f"drop({role!r})"
@@ -136,7 +136,7 @@ class Mover:
         return self.move(self._runner.hosts.placement.with_devices(pool, devices))
 
     def _carry_out(self, description: Description, title: str) -> PlacementChange:
-        """Make the workbench what another description says. title: begins the message of an error on the way."""
+        """Change the workbench to another description. title: begins the message of an error during the change."""
         runner = self._runner
         runner.require_alone(title, "that needs the roles as they are, and none at work")
         lost = self._topology.given_up(description)
@@ -144,7 +144,7 @@ class Mover:
             if group.pool.name not in lost:
                 runner.groups.check_alive(group)
         runner.scheduler.drain()
-        runner.batches.release_unused()  # what nobody refers to need not move
+        runner.batches.release_unused()  # batches that no variable refers to need not move
         change = self._topology.change(description)
         change.require_fit()
         with Progress(title) as bar:
@@ -152,7 +152,7 @@ class Mover:
 
 
 class Move:
-    """One change, on its way to a description. infos: the host at each of its places; new: those to be started."""
+    """One change to a new description. infos: the host at each place of the change. new: the hosts to be started."""
 
     def __init__(
         self, runner: StageRunner, change: PlacementChange, description: Description, title: str, note: Note
@@ -168,13 +168,14 @@ class Move:
         self._started = False
 
     def carry_out(self) -> PlacementChange:
-        """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
+        """Carry out the change; return it with its times. An error leaves all as before, except in the very last
+        step."""
         began = time.monotonic()
         with ExitStack() as switching:
             try:
                 transfer_s = self._bring_up(self._publish())
                 self._hosts.check_room(self._description)
-                if not self._hosts.inline:  # another kernel takes over before this line, or after the switch
+                if not self._hosts.inline:  # from here to the end of the switch, no other kernel can take over
                     switching.enter_context(registry.driving(self._description.id))
                 self._runner.ownership.check_drives()  # past this line there is no going back
             except KeyboardInterrupt:
@@ -183,7 +184,7 @@ class Move:
                 raise interrupted from None
             except BaseException as error:
                 try:
-                    self._runner.ownership.check_drives()  # what another kernel has begun can fail this in many ways
+                    self._runner.ownership.check_drives()  # a takeover by another kernel can fail the move in many ways
                 except NotDriving as taken:
                     self._abandon(taken)
                     raise taken from error
@@ -205,7 +206,7 @@ class Move:
                 )  # fmt: skip
         return replace(self._change, took_s=took_s, transfer_s=transfer_s)
 
-    # --- what there is to do ------------------------------------------------------------------------------------------
+    # --- the parts of the change --------------------------------------------------------------------------------------
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
@@ -218,7 +219,7 @@ class Move:
     def _by_pool(
         self, placement: Placement, actions: Collection[str], pool_of: Callable[[RoleChange], str]
     ) -> dict[str, list[str]]:
-        """The roles with one of these actions; advantages are computed where the lead role is."""
+        """Return, by pool, the roles with one of these actions; "numeric" (advantages) moves with the lead role."""
         found: dict[str, list[str]] = {pool.name: [] for pool in placement.pools}
         for role in self._change.roles:
             if role.action in actions:
@@ -229,7 +230,7 @@ class Move:
 
     @cached_property
     def _engines(self) -> dict[str, dict[str, Model]]:
-        """Of the roles whose generation engine begins or ends, what they are then, by pool and role."""
+        """By pool and role: the new model of each role whose generation engine begins or ends."""
         found: dict[str, dict[str, Model]] = {}
         for role in self._change.roles:
             if role.action == "engine":
@@ -264,7 +265,7 @@ class Move:
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def _publish(self) -> dict[str, list[RankState]]:
-        """Ask the old hosts for the small state of each role, by rank; weights and moments they publish."""
+        """Have the old hosts publish weights and moments, and return the small state of each role, by rank."""
         steps, roles = [], []
         for move in self._moves:
             for rank, place in enumerate(move.source[1]):
@@ -276,8 +277,8 @@ class Move:
         return found
 
     def _bring_up(self, rank_states: dict[str, list[RankState]]) -> float:
-        """Start new hosts, and have the hosts of the new placement build, take and verify their roles. Returns for how
-        many seconds any of them took state."""
+        """Start new hosts, and have the hosts of the new placement build, receive and verify their roles. Returns for
+        how many seconds any host received state."""
         backend, new = self._hosts.backend, set(self.new)
         steps = self._fill([info for info in self._after if info not in new], rank_states)
         if self.new:
@@ -292,8 +293,8 @@ class Move:
         return union_s((part.start_s, part.end_s) for part in taken)
 
     def _fill(self, hosts: Sequence[HostInfo], rank_states: dict[str, list[RankState]]) -> list[Step]:
-        """Ask hosts to build roles, and to take their state and the batches of hosts that end: one after the other, in
-        the same order on all ranks of a pool."""
+        """Ask hosts to build roles, and to receive their state and the batches of hosts that end: one after the other,
+        in the same order on all ranks of a pool."""
         steps = begin_loading(
             self._hosts.backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
         )
@@ -320,12 +321,12 @@ class Move:
 
     @uninterrupted()
     def _abandon(self, error: BaseException) -> None:
-        """End what is new; what was there goes on."""
+        """End the new hosts; the old placement goes on."""
         backend = self._hosts.backend
         if self._started:
             with suppress(WorkbenchError):
                 backend.end(self.new)
-        if isinstance(error, NotDriving):  # what was there is another kernel's now
+        if isinstance(error, NotDriving):  # another kernel drives the old hosts now
             return
         new = set(self.new)
         old = [info for info in self.infos if info not in new and info.pool not in self._change.lost]
@@ -345,7 +346,7 @@ class Move:
         elif late:
             then += f", when {', '.join(late)} have ended what they had begun"
         if isinstance(error, WorkbenchError):
-            more = "" if lost or "if_exists" in error.remedy else error.remedy  # not to open the workbench again
+            more = "" if lost or "if_exists" in error.remedy else error.remedy  # no advice to reopen it
             error.remedy = "; ".join(filter(None, (then, more)))
         elif lost or late:
             error.add_note(f"{self._title} came to nothing; {then}")
@@ -363,7 +364,7 @@ class Move:
             hosts.become(replace(self._description.retrained_as(hosts.description), moved=moved))
             self._runner.groups.follow_hosts()
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
-            # its engines are new: they do not hold what they were sent
+            # its engines are new: they lack the weights that were sent before
             weights = self._runner.counters.weights
             weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)
         successors = self._change.shard_successors

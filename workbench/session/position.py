@@ -1,4 +1,4 @@
-"""The position of a run: the algorithm under way, streams of examples, the checkpoint that it went on from."""
+"""The position of a run: the current algorithm, streams of examples, the checkpoint that the run continued from."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from workbench.support.assigned import NoteChange
 
 
 class Position:
-    """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams:
-    positions of those that are not in use yet. first_states: of algorithms, by class, when they took their first
-    step. noted: by class, whose the newest settings in the run's record are, and these. buffer: rollouts of iterations
-    to come. recovering: whether roles are being put back to a checkpoint, or were when that ended early."""
+    """checkpoint: the one that the run continued from. last_saved: this kernel's last one. saved_algorithm,
+    saved_streams: saved positions that are not taken up yet. first_states: of algorithms, by class, at their first
+    step. noted: by class, the algorithm whose settings the run's record has last, and these settings. buffer: rollouts
+    of later iterations. recovering: whether a recovery is putting roles back, or ended before it was done."""
 
     def __init__(self, counters: Counters, batches: BatchStore, note_change: NoteChange) -> None:
         self._counters, self._batches = counters, batches
@@ -39,8 +39,8 @@ class Position:
 
     @property
     def algorithm(self) -> Algorithm | None:
-        """The algorithm that took the last step, or that goes on where that one stood, while a variable holds it: the
-        batches that it made are released with it."""
+        """The algorithm that took the last step, or that continues its position, while a variable holds it: the batches
+        that it made are released with it."""
         return None if self._algorithm is None else self._algorithm()
 
     @algorithm.setter
@@ -48,7 +48,7 @@ class Position:
         self._algorithm = None if algorithm is None else weakref.ref(algorithm)
 
     def begin(self, algorithm: Algorithm) -> None:
-        """This algorithm takes a step."""
+        """Note that this algorithm takes a step."""
         saved, title, before = self.saved_algorithm, type(algorithm).__name__, self.algorithm
         left = saved and saved["under_way"] and (before is None or before.under_way) and saved["class"] != title
         if saved and left and saved["iteration"] == self._counters.iteration:
@@ -61,24 +61,24 @@ class Position:
         if saved is None or algorithm.taken_up or saved["class"] != type(algorithm).__name__:
             return
         algorithm.go_on(saved, self._made(saved) if saved["under_way"] else None)
-        self.algorithm = algorithm  # `recover` puts it back, before it has taken a step
+        self.algorithm = algorithm  # so that `recover` puts it back, even before its first step
         if saved["under_way"]:
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
             self._counters.last_metrics = metrics
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
-        now = algorithm.position({})  # what was assigned since holds
+        now = algorithm.position({})  # settings that were assigned since stay
         given = {
             f"{stage}.{name}": value for stage, values in now["arguments"].items() for name, value in values.items()
         }
         fields = {name: as_read(value) for name, value in now["fields"].items() if name not in saved["state"]}
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
         moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
-        under_way, last = saved["under_way"], self._counters.iteration  # cells may have begun others since
+        under_way, last = saved["under_way"], self._counters.iteration  # cells may have begun other iterations since
         where = f"in iteration {saved['iteration']}" if under_way else f"after iteration {last}"
         print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
 
     def _made(self, saved: Mapping[str, Any]) -> dict[str, Batch | MetricValues]:
-        """What the stages of the iteration under way had made."""
+        """Return what the stages of the unfinished iteration had made."""
         made: dict[str, Batch | MetricValues] = {}
         for stage, value in saved["made"].items():
             if "metrics" in value:
@@ -88,7 +88,7 @@ class Position:
         return made
 
     def _batch(self, kept: Mapping[str, Any]) -> Batch | None:
-        """A batch that is kept in a checkpoint, or that the kernel before held; None where it is gone."""
+        """Return a batch that is kept in a checkpoint, or that the previous kernel held; None where it is gone."""
         if "batch" in kept:
             assert self.checkpoint is not None
             path = self.checkpoint.folder / kept["batch"]
@@ -97,8 +97,8 @@ class Position:
         return self._batches.get(kept["held"]) if kept["held"] in self._batches.store else None
 
     def fill_buffer(self, values: Mapping[str, Any]) -> None:
-        """Have the rollouts wait that waited in a checkpoint, or in the kernel before, with the name of the function
-        that decided which were drawn first. values: `buffer` and `priority`."""
+        """Load the rollouts that waited in a checkpoint or in the previous kernel, and the name of the function that
+        gave their priority. values: has `buffer` and `priority`."""
         self.buffer.load(values["buffer"], values["priority"], self._batch)
 
     def put_back(self, algorithm: Algorithm) -> None:
@@ -109,14 +109,14 @@ class Position:
         self.take_up(algorithm)
 
     def add_stream(self, stream: ExampleStream) -> ExampleStream:
-        """Save the position of this stream from now on; it goes on from the saved one of the same rows, if there is
-        one. The stream."""
+        """Save the position of this stream from now on, continue from the saved position of the same rows, if there is
+        one, and return the stream."""
         self._streams = [*(known for known in self._streams if known() is not None), weakref.ref(stream)]
         self.put_back_stream(stream)
         return stream
 
     def put_back_stream(self, stream: ExampleStream) -> None:
-        """Put a stream to the saved position of the same rows; where none was saved, to its start."""
+        """Put a stream back to the saved position of the same rows, or to its start where none was saved."""
         stream.take_up(stream.first)
         for state in self.saved_streams:
             if stream.take_up(state):

@@ -1,4 +1,4 @@
-"""What another placement of a live workbench would take: the cost model, fitted to the workbench's own spans."""
+"""Predicts the time of other placements of a live workbench: the cost model, fitted to the workbench's own spans."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from workbench.stages.ledger import Ownership
 from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.store import TelemetryStore
 
-# The first fit starts from these: of a call nothing but its own overhead, which data then moves.
+# Start values of the first fit, from which the data moves them.
 START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
 BETWEEN = "between calls"
 
 
 @dataclass
 class Calibration:
-    """What a workbench has measured of itself. given: the hardware, where it was described; None: this machine, whose
-    cores the devices of a placement part. samples: by placement, iteration and call, over all calibrations.
-    idle_s: by placement and iteration, seconds in which no call ran, without iterations by hand. measured: from when to
-    when by call, seconds of the iteration, of the last calibration under a placement."""
+    """Measurements of a workbench. given: the hardware, where the user described it; None: this machine, whose cores
+    are divided among the devices of a placement. samples: by placement, iteration and call, over all calibrations.
+    idle_s: by placement and iteration, seconds in which no call ran, without iterations by hand. measured: start and
+    end of each call, in seconds of the iteration, from the last calibration under each placement."""
 
     given: Hardware | None = None
     constants: Constants = START
@@ -48,19 +48,19 @@ class Calibration:
 
     @property
     def between_s(self) -> float:
-        """Seconds of an iteration in which no call runs, wherever models are placed."""
+        """The seconds of an iteration in which no call runs, the same for all placements."""
         return sum(self.idle_s.values()) / max(1, len(self.idle_s))
 
     def hardware(self, devices: int) -> Hardware:
-        """Whose rates terms are counted in, of a placement on so many devices."""
+        """Return the hardware whose rates the terms of a placement on `devices` devices are counted with."""
         return self.given or Hardware.this_machine(devices)
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """A plan, and beside it what was measured, where the workbench was calibrated under that placement.
+    """A plan, with the measurements of its placement, if the workbench was calibrated under that placement.
 
-    measured: by call, from when to when on its slowest rank, seconds of the iteration; and of "iteration"; else empty.
+    measured: by call and for "iteration": start and end on the slowest rank, in seconds of the iteration; may be empty.
     """
 
     plan: Plan
@@ -69,12 +69,12 @@ class Prediction:
 
     @property
     def iteration_s(self) -> float:
-        """Predicted seconds of an iteration in which calls of different pools overlap where they can."""
+        """The predicted seconds of an iteration in which calls of different pools overlap where they can."""
         return simulate(self.plan).iteration_s
 
     def frame(self) -> pd.DataFrame:
-        """One row a call, one for the time between calls, in which none runs, and one for the iteration: pool, role,
-        predicted_s, measured_s (NaN where it was not), error: predicted by measured, less 1."""
+        """Return one row per call, one for the time between calls, in which no call runs, and one for the iteration:
+        pool, role, predicted_s, measured_s (NaN where not measured), error (predicted_s / measured_s - 1)."""
         rows = [
             {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
             for (call, pool, role), terms in _terms_by_call(self.plan).items()
@@ -89,10 +89,10 @@ class Prediction:
         return frame
 
     def timeline(self) -> Timeline:
-        """An iteration as predicted, pool by pool, and below each pool as measured, where it was, with the calls
-        coloured by the error of the prediction."""
+        """Return a picture of the predicted iteration, pool by pool, and below each pool the measured one, if there is
+        one, with calls coloured by the error of the prediction."""
         calls, predicted, measured = self.frame().set_index("call").to_dict("index"), [], []
-        for span in (one for one in simulate(self.plan).spans if one.rank == 0):  # the others of a set do the same
+        for span in (one for one in simulate(self.plan).spans if one.rank == 0):  # the other ranks of a set do the same
             row = span.row() | {"told": f"{span.role}, predicted"}
             if span.kind == "compute" and span.stage in self.measured:
                 call, (start_s, end_s) = calls[span.stage], self.measured[span.stage]
@@ -119,7 +119,7 @@ class Prediction:
 
 
 class Predictor:
-    """What other placements of a workbench would take. calibration: what `calibrate` has found."""
+    """Predicts the time of other placements of a workbench. calibration: the result of `calibrate`."""
 
     def __init__(
         self, hosts: Hosts, ownership: Ownership, topology: Topology, position: Position, telemetry: TelemetryStore
@@ -129,14 +129,14 @@ class Predictor:
         self.calibration: Calibration | None = None
 
     def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
-        """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
-        those of earlier calibrations, such as under another placement: the more different they are, the better. Run
-        two iterations before, as the first one warms up.
+        """Fit the cost model to the calls of the last iteration, as timed on the slowest rank, and to those of earlier
+        calibrations. Calibrations under different placements make the fit better. Run two iterations before, because
+        the first one warms up.
 
-        algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
-        are counted in; None: those of this machine, or of the machines of the hosts and the link between two of them,
-        measured; needed for GPUs of other machines. Raises `BadInput` where the iteration has not ended, or was made
-        under an earlier placement.
+        algorithm: the one that ran the iteration; None: the one that took the last step. hardware: the machines whose
+        peak rates terms are counted with; None: this machine, or, measured, the machines of the hosts and the link
+        between two of them. It must be given for GPUs of other machines. Raises `BadInput` where the iteration has not
+        ended, or ran under an earlier placement.
         """
         algorithm = self._whose(algorithm)
         if hardware is not None:
@@ -159,7 +159,7 @@ class Predictor:
                 known.samples[key] = Sample(made_of, end_s - start_s, f"{role}.{call}")
         known.constants = fit(list(known.samples.values()), START)
         known.measured[str(self._hosts.placement)] = measured
-        if not algorithm.by_hand:  # else the reader's pauses count as time between calls
+        if not algorithm.by_hand:  # by hand, the user's pauses would count as time between calls
             known.idle_s[str(self._hosts.placement), algorithm.iteration] = _idle_s(measured)
         return known.constants
 
@@ -170,12 +170,12 @@ class Predictor:
         *,
         staleness: NonNegativeInt = 0,
     ) -> Prediction:
-        """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
-        was measured under that placement is shown beside it. Nothing is touched. staleness: as of `run`; rollout
+        """Predict the time of an iteration under another placement (None: the present one), after `calibrate`.
+        Measurements under that placement are shown beside it. Nothing is changed. staleness: as in `run`; rollout
         workers in a pool of their own then generate while the others train.
 
-        Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
-        a role, or before any `calibrate`.
+        `lab.diff(placement)` says whether the placement has enough memory and devices. Raises `BadInput` for a
+        placement that lacks a role, or before any `calibrate`.
         """
         known = self._need_calibration()
         placed = self._hosts.placement if placement is None else placement
@@ -191,26 +191,26 @@ class Predictor:
         top: PositiveInt = 3,
         staleness: NonNegativeInt = 0,
     ) -> Plans:
-        """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
+        """Return the fastest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
-        devices: None: those that it has; on a CPU no more are tried than cores, or roles. Up to so many as it has,
-        plans are such as this workbench could be opened with, which is what `move` asks of them; whether there is room
-        now, `diff` says. staleness: as of `run`: rollout workers have a pool of their own, and the plans part the
-        devices between generation and training. `.chance` and `.advice` say how sure the best is, and what one trial
-        would decide. Raises `BadInput` before any `calibrate`, or where no such plan is left.
+        devices: None: as many as the workbench has; on a CPU no more are tried than cores, or roles. With no more
+        devices than it has, all plans are ones that `move` accepts; `diff` says whether there is room now. staleness:
+        as in `run`: rollout workers have a pool of their own, and plans divide the devices between generation and
+        training. `.chance` and `.advice` say how certain the best plan is, and what one trial would decide. Raises
+        `BadInput` before any `calibrate`, or where no plan is left.
         """
         known = self._need_calibration()
         workload = self._workload(self._whose(algorithm))
         workload = workload.with_rollout(staleness) if staleness else workload
-        inline = self._hosts.description.backend == "inline"  # on one device, however many there are
+        inline = self._hosts.description.backend == "inline"  # uses one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
         best, tried, refused = dict[tuple[tuple[str, ...], ...], Plan](), list[Plans](), list[BadInput]()
-        machine = known.hardware(count).cores  # the fewer devices share its cores, the faster each is
+        machine = known.hardware(count).cores  # its cores: the fewer devices share them, the faster each is
         most = min(count, max(machine, len(self._models()) + 1)) if machine else count
         for used in range(most, 0 if machine else count - 1, -1):
             try:
-                # a role that the algorithm does not call is placed all the same, and costs no time
+                # a role that the algorithm does not call is placed as well, and costs no time
                 plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
                                constants=known.constants, t_g=self._t_g(), uncalled=True,
                                dependencies=True)  # fmt: skip
@@ -233,7 +233,7 @@ class Predictor:
                        findings=known.constants.findings)  # fmt: skip
 
     def _possible(self, plans: Plans) -> list[Plan]:
-        """Those with a placement that every role's engine takes."""
+        """Return the plans whose placement every role's engine accepts; raise the first refusal where none is left."""
         found, refusal = [], None
         for plan in plans:
             try:
@@ -252,7 +252,7 @@ class Predictor:
                        constants=known.constants, t_g=self._t_g())  # fmt: skip
 
     def _models(self) -> dict[str, RoleModel | None]:
-        """Of each role, rollout workers left out, which have the actor's."""
+        """Return the model of each role, without rollout workers, which have the actor's model."""
         return {role: model for role, model in self._hosts.description.role_models().items() if role != ROLLOUT}
 
     def _t_g(self) -> int:
@@ -294,7 +294,7 @@ class Predictor:
         return found
 
     def _workload(self, algorithm: Algorithm) -> Workload:
-        """Of the last iteration: its graph, and the lengths of its rows."""
+        """Return the workload of the last iteration: its graph, and the lengths of its rows."""
         for made in algorithm.made.values():
             columns = getattr(made, "columns", ())
             if {"prompt_ids", "response_ids"} <= set(columns):
@@ -307,13 +307,13 @@ class Predictor:
         raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
 
     def _sync_share(self) -> float:
-        """Of the bytes of the last weight sync, the share that was sent; 1 before the first."""
+        """Return the share of the bytes of the last weight sync that was sent; 1 before the first sync."""
         last = self._telemetry.syncs().query("whole_bytes > 0").tail(1)
         return float((last["moved_bytes"] / last["whole_bytes"]).iloc[0]) if len(last) else 1.0
 
     def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, tuple[float, float]]:
-        """From when to when each call of the algorithm's last iteration ran on its slowest rank, and the iteration, in
-        seconds since that began. A call that began before it, to generate ahead, is moved to its beginning."""
+        """Return start and end of the algorithm's last iteration, and of its calls on their slowest ranks, in seconds
+        since it began. A call that began earlier, to generate ahead, is moved to the beginning."""
         made = self._telemetry.metrics()
         made = made[(made["iteration"] == algorithm.iteration) & made["stage"].isin(calls)]
         runs = made.groupby("stage")["run"].max()
@@ -327,7 +327,7 @@ class Predictor:
                 "constants are fitted to calls that were timed under the present placement",
                 "run an iteration, or two, as the first warms up",
             )
-        drew = events[(events["event"] == "iteration")]["time_s"].max()  # what it drew may have been generated before
+        drew = events[(events["event"] == "iteration")]["time_s"].max()  # its rollouts may have been generated before
         begun = float(max(spans["start_s"].min(), drew))
         found = {"iteration": (0.0, float(spans["end_s"].max()) - begun)}
         for span in spans.sort_values("duration_s").to_dict("records"):  # the slowest rank last
@@ -337,7 +337,7 @@ class Predictor:
 
 
 def _idle_s(measured: dict[str, tuple[float, float]]) -> float:
-    """Seconds of a measured iteration in which no call ran."""
+    """Return the seconds of a measured iteration in which no call ran."""
     reached = idle_s = 0.0
     for start_s, end_s in sorted(span for call, span in measured.items() if call != "iteration"):
         idle_s, reached = idle_s + max(0.0, start_s - reached), max(reached, end_s)
@@ -345,7 +345,7 @@ def _idle_s(measured: dict[str, tuple[float, float]]) -> float:
 
 
 def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:
-    """(call, pool, role) -> its terms, with those of what its weights need before it."""
+    """Return (call, pool, role) -> the call's terms, including those of preparing its weights."""
     found: dict[tuple[str, str, str], Terms] = {}
     named = {call.name for call in plan.workload.calls}
     for pool, one in zip(plan.pools, plan.sets, strict=True):

@@ -1,4 +1,4 @@
-"""How fast bytes go from process to process, on one machine and between machines: as they went, or by a probe."""
+"""Rates of transfers between processes, on one machine and between machines: from past moves, or from a probe."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from workbench.stages.ledger import Ownership
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.weight_intake import PROBE_BYTES, timed_bytes_s
 
-KEPT_S = 30.0  # so long is a probe of a link between machines believed
+KEPT_S = 30.0  # how long the result of a probe between machines is valid
 HERE = "this process"
 
 
 class Rates:
-    """Rates between the processes of a workbench, each measured when it is first needed."""
+    """Rates between the processes of a workbench, each measured at its first use."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, groups: Groups, telemetry: TelemetryStore) -> None:
         self._hosts, self._ownership, self._groups, self._telemetry = hosts, ownership, groups, telemetry
-        self._probes: dict[tuple[str, str], tuple[float, float]] = {}  # by machines: when, bytes a second
+        self._probes: dict[tuple[str, str], tuple[float, float]] = {}  # by machines: time, bytes per second
 
     def known(self, change: PlacementChange, machines: Mapping[str, str]) -> PlacementChange:
-        """The change with the rates of what it moves. machines: of the hosts that are there, by name."""
+        """Return the change with the rates of its transfers. machines: of the living hosts, by host name."""
         between = change.between
         if len({*machines.values(), *change.machines} - {""}) < 2:
             bytes_s, measured = self._on_one_machine()
@@ -54,8 +54,8 @@ class Rates:
     def _busiest(
         self, change: PlacementChange, moved: np.ndarray, machines: Mapping[str, str]
     ) -> tuple[float | None, str]:
-        """Of the two machines that would exchange most, or of the machine; measured between two hosts of theirs, or,
-        where one of two machines has none yet, from a host to this process."""
+        """Return the rate between the two machines (or inside the one machine) that would exchange most, measured
+        between two of their hosts, or from a host to this process where one of two machines has no host yet."""
         if not moved.any() or not self._ownership.drives:
             return None, ""
         source, taker = np.unravel_index(moved.argmax(), moved.shape)
@@ -69,8 +69,8 @@ class Rates:
         return bytes_s, f"a {PROBE} from {' to '.join(places)}{ago}"
 
     def between(self, source: str, destination: str, machines: Mapping[str, str]) -> tuple[float, float]:
-        """Bytes a second from host to host, or to this process, and how many seconds ago that was. machines: of
-        hosts."""
+        """Return bytes per second from host to host, or to this process, and the age of the measurement in seconds.
+        machines: of hosts, by name."""
         pair = machines.get(source, ""), machines.get(destination, destination)
         when_s, found = self._probes.get(pair, (-KEPT_S, 0.0))
         if not found or (pair[0] != pair[1] and machines and time.monotonic() - when_s > KEPT_S):
@@ -79,7 +79,7 @@ class Rates:
         return found, time.monotonic() - when_s
 
     def hardware(self, machines: Mapping[str, str]) -> Hardware:
-        """CPU machines like that of the lead role, with the link from it to another. machines: of hosts, by name."""
+        """Return CPU machines like the lead role's, with its link to another machine. machines: of hosts, by name."""
         lead, backend = self._groups.lead.hosts[0], self._hosts.backend
         used = Counter(machines.values())
         count = max(used.values())

@@ -1,8 +1,8 @@
-"""`lab.recover`: what died is started again, and all of the workbench goes on from one checkpoint; where only rollout
-workers died, from where it stands.
+"""`lab.recover`: restarts dead processes, and puts the whole workbench back to one checkpoint. Where only rollout
+workers died, nothing is put back.
 
-Hosts keep shards and their last reply, so that nothing that was finished is done twice: not an update whose kernel was
-killed while it ran.
+Hosts keep shards and their last reply, so that finished work is never repeated, not even an update whose kernel was
+killed while the update ran.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workbench.stages.runner import StageRunner
 from workbench.stages.stage import GRACE_S
 
 RECOVERY = "a recovery that did not come to its end"
-ANSWER_S = 20.0  # a host whose process runs and that says nothing for so long counts as lost
+ANSWER_S = 20.0  # a running host that does not answer for this long counts as lost
 
 
 def recover(
@@ -49,7 +49,7 @@ def recover(
     path: str | Path | None,
     reload: Callable[[], object],
 ) -> Checkpoint | None:
-    """`lab.recover(path)`. reload: `lab.reload`, for this kernel where the hosts were restarted with edited code."""
+    """`lab.recover(path)`. reload: `lab.reload`, called in this kernel when hosts were restarted with edited code."""
     left = "some roles may be as after the checkpoint, and others not", "the same call again brings all of them to it"
     with stoppable("lab.recover()", left):
         checkpoint = _recover(runner, position, prompts, path)
@@ -79,10 +79,10 @@ def _recover(
             "recover() without a checkpoint, inline", "there are no processes to start again",
             "open it again with if_exists='replace', and next time with save_every=1",
         )  # fmt: skip
-    # what does not fit is refused before anything is ended
+    # a checkpoint that does not fit is refused before anything is ended
     restoring = None if checkpoint is None else Restoring(checkpoint, hosts.description)
     began = time.monotonic()
-    # some roles are put back before others: until all are, no stage may run, in this kernel or in one that attaches
+    # roles are put back one after another: until all are, no stage may run, in this kernel or in one that attaches
     position.recovering = True
     runner.ownership.record()
     try:
@@ -92,7 +92,7 @@ def _recover(
     except BaseException:
         hosts.lost |= dict.fromkeys((info.pool for info in hosts.infos), RECOVERY)
         raise
-    position.noted.clear()  # it counts no more
+    position.noted.clear()  # these settings are no longer current
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
     runner.interrupted.forget(behind=0)
@@ -111,7 +111,7 @@ def _recover(
 
 
 def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
-    """Start them again; nothing goes back, as they have learned nothing and keep no rows: see `StageRun`."""
+    """Restart rollout workers. Nothing is put back, as they have learned nothing and keep no rows: see `StageRun`."""
     began, weights = time.monotonic(), runner.counters.weights
     with Progress("recovering") as bar:
         for run in runner.scheduler.open_runs():
@@ -120,7 +120,7 @@ def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
         bar.note("waiting for the stages under way to end")
         runner.scheduler.drain()
         _restart(runner, lost, bar.note)
-    weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)  # the new ones are sent the actor's
+    weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)  # the new workers are sent the actor's weights
     runner.ownership.record()
     seconds = time.monotonic() - began
     runner.telemetry.append_event("restarted", pools=sorted(lost), seconds=seconds)
@@ -130,30 +130,30 @@ def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
 def _put_back(
     runner: StageRunner, position: Position, prompts: PromptStream, restoring: Restoring | None, note: Note
 ) -> set[str]:
-    """Start what died again, and give all roles what a checkpoint has; None: what they had when the workbench was
-    opened. Returns the pools that were started again."""
+    """Restart dead processes, and give all roles the state of the checkpoint, or, where `restoring` is None, their
+    state from the opening of the workbench. Returns the restarted pools."""
     hosts = runner.hosts
     for run in runner.scheduler.open_runs():
         run.cancel()
     note("waiting for the stages under way to stop")
     runner.scheduler.drain()
     head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
-    hosts.lost = {pool: why for pool, why in hosts.lost.items() if why != RECOVERY}  # their processes are there
-    # without a checkpoint all start again: a living role has learned from what the others no longer have
+    hosts.lost = {pool: why for pool, why in hosts.lost.items() if why != RECOVERY}  # the processes of these pools run
+    # without a checkpoint all pools restart: a living role was trained together with the lost ones
     all_anew = restoring is None or head_was_gone or hosts.outdated
     lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)
     _restart(runner, lost, note)
     runner.failures.forget()
     if restoring is not None:
         restoring.load(runner, position, prompts, note)
-        runner.counters.iterations_to_skip = 0  # nothing is done again by itself
+        runner.counters.iterations_to_skip = 0  # nothing is repeated automatically
     else:
         _begin_anew(runner, position, prompts)
     return lost
 
 
 def newest(hosts: Hosts, position: Position) -> Checkpoint | None:
-    """The newest checkpoint of a workbench: saved by this kernel, by itself, or the one that it was resumed from."""
+    """Return the newest checkpoint of a workbench: a manual or automatic save, or the one that it was resumed from."""
     found = [checkpoint for checkpoint in (position.last_saved, position.checkpoint) if checkpoint is not None]
     with suppress(NotFound, BadInput):
         found.append(find_checkpoint(hosts.run_folder))
@@ -162,7 +162,7 @@ def newest(hosts: Hosts, position: Position) -> Checkpoint | None:
 
 
 def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
-    """New processes in the place of those of some pools, with the models as they were opened."""
+    """Replace the processes of the pools `lost` by new ones, with the models as they were opened."""
     if not lost:
         return
     hosts, backend = runner.hosts, runner.hosts.backend
@@ -198,18 +198,18 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
 
 
 def _anew(info: HostInfo, run_folder: Path) -> HostInfo:
-    """The host that comes after another one: of another name, as what that one kept is gone."""
+    """Return the successor of a host. It gets a new name, because what the old host kept is gone."""
     new = replace(info, again=info.again + 1)
     return replace(new, log_path=str(run_folder / "logs" / f"{new.name}.log"))
 
 
 def _begin_anew(runner: StageRunner, position: Position, prompts: PromptStream) -> None:
-    """Go back to the counters of a workbench that was opened this moment; run numbers go on."""
+    """Go back to the counters of a workbench that was just opened; run numbers go on."""
     counters = runner.counters
     counters.iteration, counters.draws, counters.last_metrics = 0, {}, {}
     prompts.go_back()
     position.begin_anew()
-    # rollout workers may be of another kind than the actor: they are sent its weights
+    # rollout workers may be of another class than the actor: they are sent its weights
     counters.weights = {
         role: Weights.fresh(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
     }
@@ -228,7 +228,7 @@ def take_over(
     recorded: Recorded, runner: StageRunner, position: Position, checkpoints: Checkpoints, prompts: PromptStream,
     note: Note,
 ) -> None:  # fmt: skip
-    """Give a workbench what the kernel before had. note: called with what is waited for."""
+    """Give a workbench what the previous kernel recorded. note: called with a text about what is waited for."""
     if recorded.counters:
         _take_counters(recorded.counters, runner)
         prompts.go_on(
@@ -251,13 +251,13 @@ def take_over(
 def _take_counters(values: Mapping[str, Any], runner: StageRunner) -> None:
     hosts, counters = runner.hosts, runner.counters
     counters.run, counters.batch, counters.iteration = values["run"], values["batch"], values["iteration"]
-    # stages of that kernel may have gone on without it: no weights are known to be those of then, and rollout workers
-    # are sent the actor's again
+    # stages of the previous kernel may have gone on without it, so that weights may have changed: rollout workers are
+    # sent the actor's weights again
     for role, weights in values["weights"].items():
         counters.weights[role] = Weights.fresh(weights["steps"])
     counters.take_draws(values)
     counters.iterations_to_skip = values["iterations_to_skip"]
-    # a kernel that ended before it recorded its move has noted successors that no placement has
+    # a kernel that ended in the middle of a move has noted successors that are in no placement
     successors, there = dict(values["shard_successors"]), {info.name for info in hosts.infos}
     hosts.pools_ended = values["pools_ended"]
     hosts.shard_successors = {old: new for old, new in successors.items() if new in there or new in successors}
@@ -271,7 +271,7 @@ def _take_position(
     metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
     runner.counters.last_metrics = metrics
     position.first_states, position.recovering = values["first_states"], values["recovering"]
-    runner.live.others = dict.fromkeys(values.get("others", ()))  # which an older kernel did not write
+    runner.live.others = dict.fromkeys(values.get("others", ()))  # missing in the journal of an older kernel
     position.last_saved, position.checkpoint = map(_checkpoint, values["checkpoints"])
     if automatic := values["autosave"]:
         paths = {"folder": Path(automatic["folder"]), "written": [Path(path) for path in automatic["written"]]}
@@ -279,13 +279,13 @@ def _take_position(
 
 
 def _checkpoint(folder: str | None) -> Checkpoint | None:
-    with suppress(BadInput):  # it is gone
+    with suppress(BadInput):  # the checkpoint is gone
         return read_checkpoint(Path(folder)) if folder else None
     return None
 
 
 def _end_snapshots(runner: StageRunner, snapshots: Mapping[str, Any]) -> None:
-    """Go back to the snapshots of a comparison that its kernel did not end."""
+    """Go back to the snapshots of a comparison that the previous kernel did not end."""
     for key, kept in snapshots.items():
         for host in kept["hosts"]:
             runner.hosts.backend.work(host, "restore", key)
@@ -298,7 +298,7 @@ def _end_snapshots(runner: StageRunner, snapshots: Mapping[str, Any]) -> None:
 
 
 def _take_batches(recorded: Recorded, runner: StageRunner) -> None:
-    """Put the batches whose shards, or whose files, are there into the store; hosts forget all other shards."""
+    """Put the batches whose shards or files still exist into the store; hosts drop all other shards."""
     hosts, batches = runner.hosts, runner.batches
     there: dict[str, set[str]] = {}
     for info in hosts.infos:
@@ -328,7 +328,7 @@ def _take_batches(recorded: Recorded, runner: StageRunner) -> None:
 
 
 def _later_versions(names: Mapping[str, Any]) -> dict[str, Iterator[int]]:
-    """By the name of a batch, the numbers of its versions to come."""
+    """Return the numbers of the versions to come, by the name of the batch."""
     newest: dict[str, int] = {}
     for name in names:
         base, _, version = name.rpartition(" v")
@@ -337,7 +337,7 @@ def _later_versions(names: Mapping[str, Any]) -> dict[str, Iterator[int]]:
 
 
 def _columns(entry: KeptBatch, locations: Mapping[str, Location]) -> dict[str, Column] | None:
-    """The columns of a batch; None where a location could not be read."""
+    """Return the columns of a batch; None where a location could not be read."""
     if not all(number in locations for _, number in entry.columns.values()):
         return None
     return {
@@ -349,7 +349,7 @@ def _columns(entry: KeptBatch, locations: Mapping[str, Location]) -> dict[str, C
 
 
 def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
-    """Wait for a stage that the kernel before had called, and keep what it did."""
+    """Wait for a stage that the previous kernel had called, and keep its results."""
     replies = [_reply(runner.hosts, run, host, note) for host in run.hosts]
     there = [reply for reply in replies if reply is not None]
     runner.record_replies(there)
@@ -371,8 +371,8 @@ def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
 
 
 def _reply(hosts: Hosts, run: SentRun, host: str, note: Note) -> Reply | None:
-    """The reply of a host, once it has ended the stage; None where it never ran it, or is gone. A host that makes no
-    progress for `GRACE_S` counts as lost."""
+    """Return a host's reply, once the host has ended the stage; None where the host never ran it, or is gone. A host
+    that makes no progress for `GRACE_S` counts as lost."""
     seen, since_s = None, time.monotonic()
     while True:
         try:

@@ -1,5 +1,5 @@
-"""Edited functions and classes taken over by the kernel and by living hosts, with what they hold kept: by all of them,
-or by none.
+"""Loads edited functions and classes into the kernel and the living hosts, which keep their state: into all of them, or
+into none.
 
 look for edits │ compile │ drain │ kernel │ every host │ keep everywhere │ operations, registry
                └ a syntax    └─── an error in here ───┘
@@ -40,16 +40,16 @@ from workbench.support.sources import SourceFile, Stamp, loaded, stamp_of
 from workbench.workers.patching import Patch, Patched, check_syntax
 from workbench.workers.roles import ROLE_WORKERS
 
-EDITS_S = 5.0  # how long hosts are waited for that are to say which edited files they have loaded
-# How long an error, or an interrupt, waits for hosts to go back to the old code.
+EDITS_S = 5.0  # how long to wait for hosts to say which edited files they have loaded
+# After an error or an interrupt, how long to wait for hosts to go back to the old code.
 ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
 class ReloadReport:
-    """What a reload did, by process ("kernel", or the host's name): the modules that were edited, the functions and
-    classes that changed, the roles that got another function or worker class, the edited lines that only a new process
-    runs. `report.df`; false where nothing had changed."""
+    """The result of a reload, by process ("kernel", or the host's name): the edited modules, the functions and classes
+    that changed, the roles that got another function or worker class, the edited lines that only a new process runs.
+    `report.df` has it as a table. False in a condition where nothing had changed."""
 
     processes: Mapping[str, Patched]
     hosts: Sequence[HostInfo] = ()
@@ -67,13 +67,13 @@ class ReloadReport:
 
     @property
     def df(self) -> pd.DataFrame:
-        """One row a process, by its name."""
+        """A table with one row per process, by its name."""
         columns = ["process", "pool", "rank", "modules", "changed", "roles", "not_run", "error"]
         return pd.DataFrame(self._rows, columns=columns).set_index("process").astype({"rank": "Int64"})
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The functions and classes that changed in any process, and the roles."""
+        """The functions, classes and roles that changed in any process."""
         found = (name for patched in self.processes.values() for name in (*patched.changed, *patched.roles))
         return tuple(dict.fromkeys(found))
 
@@ -94,15 +94,15 @@ TAKE = "lab.reload() takes edits over, lab.autoreload() does so before each stag
 
 
 class Reloader:
-    """Takes edited code over. groups_of_process: gives the groups of every workbench of this process whose workers run
-    in it: with code that the kernel takes over theirs is new, too."""
+    """Loads edited code. groups_of_process: returns the groups of all inline workbenches of this process: code that the
+    kernel takes over is new for their workers, too."""
 
     def __init__(self, runner: StageRunner, groups_of_process: Callable[[], Sequence[Groups]]) -> None:
         self._runner, self._hosts, self._groups_of_process = runner, runner.hosts, groups_of_process
-        self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
+        self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts have
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
-        self._told: dict[str, Stamp] | None = None  # the files of this kernel when their edits were last told of
-        self._told_of_cells: dict[str, Any] = {}  # what a cell had defined anew, by what was said of it
+        self._told: dict[str, Stamp] | None = None  # the files of this kernel when edits were last reported
+        self._told_of_cells: dict[str, Any] = {}  # by message, the redefinition that was reported
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
@@ -113,34 +113,34 @@ class Reloader:
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
-        Functions and classes of every module of yours whose file has changed since this kernel or a host loaded it:
-        workers, losses, reward functions. Functions and classes of the notebook that a role was opened with count as
-        well, where their cell was run again. `lab.reload(reward=new_rule)` gives a role another function, `lab.reload(
-        critic=MyCritic)` another worker class: its `__init__` is not called again.
+        Reloads functions and classes (workers, losses, reward functions) of all your modules whose files have changed
+        since this kernel or a host loaded them, and those of notebook cells that a role was opened with, if their cell
+        was run again. `lab.reload(reward=new_rule)` gives a role another function, `lab.reload(critic=MyCritic)`
+        another worker class, whose `__init__` is not called.
 
-        Functions and classes stay the objects that they are, and get the new code. Imports and new variables are taken
-        too. An edit of any other line of a module is a `ReloadError`; `lab.save(path)`, then `lab.recover()` restarts
-        the hosts with it. New operations can be called, `lab.reuse()` and branches know that the code is another.
+        Functions and classes stay the same objects, and get the new code. Imports and new variables are loaded as well.
+        An edit of any other line of a module is a `ReloadError`; `lab.save(path)`, then `lab.recover()` restarts the
+        hosts with it. New operations can be called; `lab.reuse()` and branches notice the new code.
 
-        Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
-        `BadInput` that names file and line, code that raises while it is loaded, in whichever process, a
-        `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
+        Waits for the stages under way. All processes take the edits, or none: a syntax error is a `BadInput` that names
+        file and line; an exception while any process loads the code is a `ReloadError`, whose `report` says where.
+        After both, the old code goes on. Returns a report with one row per process.
         """
         self._runner.require_alone("reload()", "stages that belong together run the same code")
         self._runner.scheduler.drain()
         was = self._hosts.description
         models = self._redefined() | self._given(roles)
-        # the digest of the opening: what an open cell may still say
+        # keep the digest of the opening, for a cell that calls wb.open again with the old code
         description = replace(was, models=was.models | models, opened=was.opened or was.digest)
         texts = self._edited()
         check_syntax(texts)
-        self._hosts.outdated = False  # an edit that was refused may have been taken back
+        self._hosts.outdated = False  # the user may have undone an edit that was refused
         if models:
             check(description)
         if not texts and not models:
             return ReloadReport({})
         report = self._patch(texts, models)
-        with self._hosts.changing:  # settings may have been assigned since it began
+        with self._hosts.changing:  # settings may have been assigned since the reload began
             self._hosts.become(description.retrained_as(self._hosts.description))
         for groups in {self._runner.groups, *self._groups_of_process()}:
             groups.take_new_code()
@@ -153,18 +153,18 @@ class Reloader:
         return report
 
     def autoreload(self, on: bool = True) -> None:
-        """From now on (or, with False, no longer), reload before a stage that a cell calls, and before an algorithm's
-        step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
-        error refuses the stage."""
+        """Switch automatic reloads on or off: before a stage that a cell calls, and before an algorithm's step or loop,
+        if a file was edited or a cell with code of a role was run again. Each reload prints one line. After a syntax
+        error the stage is refused."""
         self._runner.ownership.check_open()
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self, algorithm: Any = None) -> None:
-        """What `autoreload` does before a stage, or a step or loop of an algorithm; nothing inside a loop, or inside
-        `overlap`."""
+        """Reload, if `autoreload` is on, before a stage, or before a step or loop of an algorithm; do nothing inside a
+        loop, or inside `overlap`."""
         runner = self._runner
         if runner.scheduler.overlaps or runner.snapshots.open or runner.batches.looping:
-            return  # what belongs together runs the same code
+            return  # stages that belong together run the same code
         self._tell_of_cells(algorithm)
         if self._watched is None:
             self._tell_of_edits()
@@ -182,12 +182,12 @@ class Reloader:
             print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
     def _tell_of_cells(self, algorithm: Any) -> None:
-        """Say, once for each, which functions and classes a cell has defined anew that a role, or a field of the
-        algorithm, has as they were."""
+        """Print, once for each redefinition, the functions and classes that a cell has defined again while a role, or a
+        field of the algorithm, still has the old ones."""
         held = list[tuple[str, Any, Callable[[], str | None]]]()
         if self._watched is None:
             told = "the {} role goes on with the code of before; " + TAKE
-            shipped = self._shipped.get  # helpers and numbers may have changed with it
+            shipped = self._shipped.get  # the code of hosts: helpers may have changed, too
             held += [(told.format(role), p, partial(shipped, (role, f))) for role, f, p in self._notebook_code()]
         for field in fields(algorithm) if algorithm is not None else ():
             if is_of_notebook(part := getattr(algorithm, field.name, None)):
@@ -202,7 +202,7 @@ class Reloader:
                     print(f"{name_of(now)}: defined again, and {what}")
 
     def _tell_of_edits(self) -> None:
-        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it."""
+        """Print, once for each edit of a file that this kernel has loaded, that hosts still run the old code."""
         loaded.note()
         files = _stamps({source.path for source in loaded.texts.values()})
         if self._hosts.inline or files == self._told:
@@ -212,7 +212,7 @@ class Reloader:
         asked = [backend.ask(info.name, "stale_sources") for info in self._hosts.whole]
         backend.wait(asked, EDITS_S)
         for pending in asked:
-            with suppress(WorkbenchError):  # of a host that is gone the stage itself tells
+            with suppress(WorkbenchError):  # the stage itself reports a host that is gone
                 found |= set(pending.result() if pending.done() else ())
         if found:
             edited = _few(sorted(found))
@@ -221,8 +221,8 @@ class Reloader:
     # --- what has changed ---------------------------------------------------------------------------------------------
 
     def _edited(self) -> dict[str, SourceFile]:
-        """What the files of edited modules say, of this process's and of the hosts'; where these see other files, this
-        process's count."""
+        """Return the texts of edited modules, from the files of this process and of the hosts; where these differ, this
+        process's files count."""
         loaded.note()
         texts: dict[str, SourceFile] = {}
         if not self._hosts.inline:
@@ -237,20 +237,20 @@ class Reloader:
         return _stamps(files - {source.path for source in loaded.texts.values()})
 
     def _notebook_code(self) -> Iterator[tuple[str, str, Any]]:
-        """Role, field of its model, and value, of each function and worker class that was defined in a cell."""
+        """Yield role, field of its model, and value, for each function and worker class that was defined in a cell."""
         for role, model in self._hosts.description.models.items():
             for field in ("function", "worker"):
                 if is_of_notebook(part := getattr(model, field)):
                     yield role, field, part
 
     def _note_notebook_code(self, roles: Collection[str]) -> None:
-        """Remember what code of the notebook the hosts were given for roles."""
+        """Remember the notebook code that the hosts were given for roles."""
         for role, field, part in self._notebook_code():
             if role in roles or (role, field) not in self._shipped:
                 self._shipped[role, field] = code_behind(part)
 
     def _redefined(self) -> dict[str, Model]:
-        """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
+        """Return, by role, the models whose function or worker class the notebook redefined since hosts got it."""
         found = dict[str, Model]()
         for role, field, part in self._notebook_code():
             now = _now(part)
@@ -260,7 +260,7 @@ class Reloader:
         return found
 
     def _given(self, roles: Mapping[str, Any]) -> dict[str, Model]:
-        """The models of roles with the functions or worker classes that `reload` was given."""
+        """Return the models of roles with the functions or worker classes that `reload` was given."""
         found = {}
         for role, given in roles.items():
             where = f"reload({role}={name_of(given) if callable(given) else shown(given)})"
@@ -288,14 +288,14 @@ class Reloader:
         hosts, inline = self._hosts.whole, self._hosts.inline
         kinds: Any = {role: (model, model.worker or ROLE_WORKERS[role]) for role, model in models.items()}
         if not inline:
-            try:  # read on the hosts once they have the texts, which may define what it refers to
+            try:  # hosts unpickle it after they have loaded the texts, which may define names in it
                 kinds = pickles.dumps(kinds)
             except Exception as error:
                 rule = "what hosts are to run has to pickle"
                 raise BadInput(f"reload({', '.join(models)}): {said(error)}", rule) from error
         kernel, done, asked = Patch(), dict[str, Patched](), list[HostInfo]()
         try:
-            if not inline:  # lines that it does not run are no error: hosts that began after the edit have run them
+            if not inline:  # lines that it cannot run are no error: hosts that began after the edit ran them
                 done["kernel"] = kernel.apply(texts, {}, {}, strict=False)
             if inline or not done["kernel"].error:
                 asked = hosts
@@ -313,7 +313,7 @@ class Reloader:
 
     @uninterrupted()
     def _go_back(self, hosts: Sequence[HostInfo]) -> None:
-        """Have hosts put everything back; those that do not answer are still at it, and their pools wait for them."""
+        """Have hosts undo the reload. Hosts that do not answer in time are busy, and their pools wait for them."""
         asked = [(info, self._hosts.backend.work(info.name, "settle_patch", False)) for info in hosts]
         self._hosts.backend.wait([pending for _, pending in asked], ANSWER_S)
         for info, pending in asked:
@@ -352,18 +352,18 @@ class Reloader:
 
 
 def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
-    """Of those files that are there."""
+    """Return the stamps of the files that exist."""
     return {path: stamp_of(path) for path in paths if os.path.exists(path)}
 
 
 def _few(names: Sequence[str]) -> str:
-    """Names, the first of them where they are many."""
+    """Join names; of more than three, only the first two and a count."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def _now(part: Any) -> Any:
-    """What the notebook has under the name of a function or class of a cell; itself where one of both wraps the other,
-    as `functools.wraps` gives the name on."""
+    """Return the function or class that the notebook has now under the name of `part`; `part` itself where only one of
+    both is a wrapper, because `functools.wraps` passes the name on."""
     now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
     alike = isinstance(now, type) == isinstance(part, type)
     alike = alike and hasattr(now, "__wrapped__") == hasattr(part, "__wrapped__")

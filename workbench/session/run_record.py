@@ -1,11 +1,11 @@
-"""What a workbench was opened with: `run.json` in its run folder, which `wb.runs` and `wb.diff` read.
+"""The arguments a workbench was opened with: `run.json` in its run folder, which `wb.runs` and `wb.diff` read.
 
     {"format": 1, "name", "id", "opened_s", "settings": {name: value}, "code": {...}, "data": {name: value}}
 
-Plain values alone.
+It has only plain values.
 
-A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by. It finds
-the texts on the page and in IPython's own history, by their digests.
+The module also records the cells that were run: a notebook's page can be edited, run out of order, and lose cells.
+`wb export` uses this record, and finds the cells' texts on the page and in IPython's own history, by their digests.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 RUN_FILE, FORMAT = Path("run.json"), 1
 SOURCE_CHARACTERS = 20_000  # of a function
-POSITION = ("position", "place", "counts", "epoch")  # of prompts: where they are, not what they are
+POSITION = ("position", "place", "counts", "epoch")  # of prompts: the position in the data, not the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run was opened with.
+    """The settings, code and data that a run was opened with.
 
     settings: by name, such as "seed" and "actor/training/learning_rate". code: `commit`, `versions` of libraries,
-    `files` of the package with digests, `functions` by role, each with its name, digest and, where it is no function of
-    a cell, its source. data: where prompts come from, and a digest of them.
+    `files` of the package with digests, `functions` by role, each with its name, digest and, unless a cell defines it,
+    its source. data: the source of the prompts, and a digest of them.
     """
 
     name: str
@@ -75,7 +75,7 @@ def write_run_record(run_folder: Path, description: Description, prompts: Prompt
 
 
 def settings_of(description: Description) -> dict[str, Any]:
-    """What distinguishes one opening from another, by name."""
+    """Return the settings that distinguish one opening from another, by name."""
     found: dict[str, Any] = {
         "seed": description.seed, "placement": str(description.placement), "backend": description.backend,
         "device": description.device, "devices": description.devices, "share_memory": description.share_memory,
@@ -88,7 +88,7 @@ def settings_of(description: Description) -> dict[str, Any]:
 
 
 def data_of(description: Description, prompts: PromptStream) -> dict[str, Any]:
-    """Where prompts come from, and which they are."""
+    """Return the source of the prompts, and a digest of them."""
     given, source = description.prompts, prompts.source
     if source is None:
         return {}
@@ -101,13 +101,13 @@ def data_of(description: Description, prompts: PromptStream) -> dict[str, Any]:
 def _function(function: Callable[..., Any], with_source: bool) -> dict[str, str]:
     found = function_version(function)
     if with_source and not (in_notebook() and is_of_notebook(inspect.unwrap(function))):
-        with suppress(OSError, TypeError):  # of a function that was made without a file
+        with suppress(OSError, TypeError):  # a function that was made without a file
             found["source"] = inspect.getsource(inspect.unwrap(function))[:SOURCE_CHARACTERS]
     return found
 
 
 def read_run_record(run_folder: Path) -> RunRecord | None:
-    """The record of a run folder; None where it has none, as after a kernel that ended while it opened. Raises
+    """Return the record of a run folder; None where there is none, as after a kernel that ended while it opened. Raises
     `BadInput` for a file that is not JSON, or that has another format."""
     try:
         found = files.read_json(run_folder / RUN_FILE)
@@ -121,9 +121,9 @@ def read_run_record(run_folder: Path) -> RunRecord | None:
 
 @dataclass(frozen=True)
 class RunCell:
-    """One execution. kernel: its process and its session in IPython's history, "4321-17". number: n of `In [n]`. id:
-    the page's; "" where the front end does not say. digest: of the text, see `digest_of`. done: whether it ended
-    without an error. failed: line and column of the statement that ended it with an error, where that is known."""
+    """One execution of a cell. kernel: its process and its session in IPython's history, "4321-17". number: n of `In
+    [n]`. id: the cell's id on the page; "" where the front end does not send it. digest: of the text, see `digest_of`.
+    done: whether it ended without an error. failed: line and column of the statement that raised, if known."""
 
     kernel: str
     number: int
@@ -133,7 +133,7 @@ class RunCell:
     failed: tuple[int, int] | None = None
 
     def text(self) -> str | None:
-        """What was run, from IPython's own history; None where that does not have it."""
+        """Return the text that was run, from IPython's own history; None where the history does not have it."""
         with suppress(Exception):  # no IPython, no history, or one that cannot be read
             for text in _in_history(int(self.kernel.rpartition("-")[2]), self.number):
                 if digest_of(text) == self.digest:
@@ -142,12 +142,12 @@ class RunCell:
 
 
 def digest_of(text: str) -> str:
-    """sha256 of a cell's text, without blank lines around it."""
+    """Return the sha256 of a cell's text, without blank lines around it."""
     return hashlib.sha256(text.strip().encode(errors="surrogatepass")).hexdigest()
 
 
 def _in_history(session: int, number: int) -> list[str]:
-    """The text of `In [number]` in a session: from this kernel's history, else from the file of the default profile."""
+    """Return the text of `In [number]` in a session: from this kernel's history, or the default profile's file."""
     shell = ipython_shell()
     if shell is not None:
         return [text for _, _, text in shell.history_manager.get_range(session, number, number + 1)]
@@ -160,9 +160,8 @@ def _in_history(session: int, number: int) -> list[str]:
 
 
 def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
-    """From a notebook: add the cells that this kernel has run, and each one that it will run, as events "cell", until
-    the workbench is closed; the cell that closes it is the last. Elsewhere: nothing.
-    """
+    """In a notebook, add the cells that this kernel has run, and each cell that it will run, as events "cell", until
+    the workbench is closed; the cell that closes it is the last. Outside a notebook, do nothing."""
     if not in_notebook() or threading.current_thread() is not threading.main_thread():
         return
     history = _history(ipython_shell())
@@ -172,11 +171,11 @@ def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
 
 
 class _History:
-    """All cells of this kernel, and who wants to know of them."""
+    """All cells of this kernel, and the telemetry stores that record new ones."""
 
     def __init__(self, shell: Any) -> None:
         self.kernel = f"{os.getpid()}-{shell.history_manager.session_number}"
-        texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
+        texts = list(shell.history_manager.input_hist_raw[1:-1])  # without the last cell, which still runs
         failed = failed_cells()
         self.cells = [
             RunCell(self.kernel, n, "", digest_of(text), n not in failed, failed.get(n))
@@ -187,7 +186,7 @@ class _History:
         shell.events.register("post_run_cell", self._ran)
 
     def _ran(self, result: Any) -> None:
-        with suppress(KeyboardInterrupt), uninterrupted():  # the cell is over: there is nothing left to interrupt
+        with suppress(KeyboardInterrupt), uninterrupted():  # the cell has ended: there is nothing left to interrupt
             loaded.note()
             info = result.info
             if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():

@@ -1,4 +1,4 @@
-"""What is where in a workbench, read from the live hosts; what another placement would need, and would move."""
+"""The current state of a workbench, read from the live hosts, and what another placement would need and would move."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from workbench.support.validation import PositiveFloat
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
 
-# In the order of `topology`'s columns; a role that lacks one has 0 bytes.
+# In the order of `topology`'s columns; a role without one of these uses has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache", "sync_copy")
-ANSWER_S = 2.0  # for how long a picture of memory waits for a host
+ANSWER_S = 2.0  # how long a picture of memory waits for a host
 
 
 class Topology:
-    """What is where in a workbench, and what another placement would need and would move."""
+    """Reads the current state of a workbench, and computes what another placement would need and would move."""
 
     def __init__(
         self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, telemetry: TelemetryStore
     ) -> None:
         self._hosts, self._ownership, self._groups = hosts, ownership, groups
         self._counters, self._telemetry = counters, telemetry
-        self._described: dict[str, Pending] = {}  # the last question of what it holds, by host
+        self._described: dict[str, Pending] = {}  # the last "describe" call, by host
         self.rates = Rates(hosts, ownership, groups, telemetry)
         self._events, self._events_lock = telemetry.follow("events"), threading.Lock()
         self._rests_s: dict[bool, deque[float]] = {starts: deque(maxlen=MOVES) for starts in (False, True)}
@@ -52,10 +52,9 @@ class Topology:
         return self._hosts.describe(without)
 
     def frame(self) -> pd.DataFrame:
-        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine,
-        the rack that its Ray node has as a label, device, how sequences run, tokens of a micro-batch (none before the
-        role has run a pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
-        """
+        """Return one row per role and rank, from the live processes: the rank's place in the role's layout (replica,
+        pipeline stage, tensor rank), host, process, machine, rack (a label of its Ray node), device, how sequences run,
+        tokens of a micro-batch (none before the role's first pass), and bytes by use. `lab.memory()` draws it."""
         rows, racks = [], self._hosts.backend.racks()
         for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
@@ -86,7 +85,7 @@ class Topology:
                 uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
                 nothing = {f"{use}_bytes": 0 for use in USES}
                 rows.append({**row, **nothing, **uses})
-                # what a role without workers of its own computes with is the bytes of those who have them
+                # a role without workers of its own uses the bytes of the role whose workers it uses
                 sharing = [g for g in self._groups.by_role.values() if g.worker_role == role != g.role]
                 rows += [{**row, **nothing, "role": group.role, "model": group.model} for group in sharing]
         frame = pd.DataFrame(rows)
@@ -96,7 +95,7 @@ class Topology:
         return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
 
     def summary_html(self, caption: str) -> str:
-        """A table of the roles: model, engines, pool, devices; no process is asked."""
+        """Return a table of the roles: model, engines, pool, devices. Calls no process."""
         rows = []
         for pool in self._hosts.placement.pools:
             devices = ", ".join(info.device for info in self._hosts.infos if info.pool == pool.name)
@@ -117,13 +116,14 @@ class Topology:
         return table(rows, caption=caption)
 
     def memory(self) -> DeviceMap:
-        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes. A host
-        that does not answer has an empty box, which says why."""
+        """Draw what each device holds now, from the live processes: a box per device, a bar per role. A host that does
+        not answer has an empty box that says why."""
         return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
     def read_memory(self, timeout_s: PositiveFloat = ANSWER_S) -> list[MemoryReading]:
-        """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
-        they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
+        """Return what each host holds now, in the order of the placement, and keep it in `telemetry.memory()`. Hosts
+        answer while they compute. A host that is gone, or silent for `timeout_s` seconds, is a reading with an
+        error."""
         readings = self._memory_now(timeout_s)
         self._telemetry.append_memory(readings)
         return readings
@@ -139,19 +139,19 @@ class Topology:
             silent = MemoryReading(**now, host=info.name, device=info.device, error=f"no answer in {timeout_s:g} s")
             try:
                 readings.append(MemoryReading.of(answer.result(), **now) if answer.done() else silent)
-            except Exception as error:  # of one host: the others' figures count
+            except Exception as error:  # one host failed; the figures of the others count
                 readings.append(replace(silent, error=f"{error}"))
         return readings
 
     def _asked(self, host: str) -> Pending:
-        """The question to a host of what it holds; the last one, where it has not answered that."""
+        """Return the "describe" call to a host: a new one, or the last one while that has no answer."""
         asked = self._described.get(host)
         if asked is None or asked.done():
             asked = self._described[host] = self._hosts.backend.ask(host, "describe")
         return asked
 
     def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
-        """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
+        """Estimate the memory that this workbench's roles need on each device. placement: None: the present one."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
         seen = self._seen(without=self._hosts.lost)  # hosts of lost pools do not answer
@@ -164,18 +164,18 @@ class Topology:
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:
-        """What a change to another placement would move: which roles, how many bytes between which processes, the
-        memory that it needs on each device, and how long it should take. Nothing is touched.
+        """Return what a change to another placement would move: which roles, how many bytes between which processes,
+        the memory needed on each device, and the expected time. Nothing is changed.
 
-        models: of roles that it has and the workbench lacks: `lab.diff(lab.placement.with_role("cost", "policy"),
-        cost=too_long)` says what `lab.add` would do.
-        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
-        are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
+        models: the models of roles that the placement has and the workbench lacks:
+        `lab.diff(lab.placement.with_role("cost", "policy"), cost=too_long)` says what `lab.add` would do. Raises
+        `BadInput` for a placement that this workbench could not be opened with. `.fits` says whether there is memory,
+        and devices for new processes beside the old ones; `.require_fit()` raises if not.
         """
         return self.change(self._hosts.description.placed(placement, self._hosts.description.declaring(models)))
 
     def change(self, description: Description) -> PlacementChange:
-        """From what it is to what a description says."""
+        """Return the change from the current description to another one."""
         lost = self.given_up(description)
         seen = self._seen(without=lost)
         room = self._room(seen)
@@ -198,16 +198,16 @@ class Topology:
             try:
                 new = self._hosts.starting(change, description)
                 planned = dict(zip((info.name for info in new), self._hosts.backend.machines(new), strict=False))
-                known = {**machines, **planned}  # of new processes where the backend can tell
+                known = {**machines, **planned}  # machines of new processes only where the backend knows them
                 change = replace(change, machines=tuple(known.get(name, "") for name in change.names))
-            except BadInput as error:  # devices that are apart from each other
+            except BadInput as error:  # the free devices are not on one machine
                 refusal = error
         change = self.rates.known(change, machines)
         rest_s = self._rest_s(starts=any(place.new for place in change.places))
         return replace(change, refusal=refusal, start_s=_start_s(change, seen), rest_s=rest_s)
 
     def given_up(self, description: Description) -> set[str]:
-        """The pools that were lost, where another description has none of their roles: they may go as they are."""
+        """Return the lost pools whose roles are all missing from another description: they need not be restarted."""
         wanted = set(description.placement.roles)
         return {
             pool.name
@@ -238,7 +238,7 @@ class Topology:
         return found
 
     def _room(self, seen: Sequence[dict[str, Any]]) -> int | None:
-        """`PlacementChange.has_bytes`; None where slots are on several machines."""
+        """Return `PlacementChange.has_bytes`; None where slots are on several machines."""
         if self._hosts.description.device == "cuda":
             return int(min(s["device_bytes"] for s in seen))
         if len({s["machine"] for s in seen}) > 1:
@@ -247,7 +247,7 @@ class Topology:
         return int(min(s["available_bytes"] for s in seen)) + held + sum(s["batch_bytes"] for s in seen)
 
     def _rest_s(self, *, starts: bool) -> float | None:
-        """`PlacementChange.rest_s`: the mean of the last moves that started processes, or of those that did not."""
+        """Return `PlacementChange.rest_s`: the mean of the last moves that started processes, or of the other moves."""
         with self._events_lock:
             for row in self._events.new():
                 details = row["details"]
@@ -258,7 +258,7 @@ class Topology:
 
 
 def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:
-    """`PlacementChange.start_s`: pools start and load at the same time, the roles of one after each other."""
+    """Return `PlacementChange.start_s`: pools start and load in parallel, the roles of one pool one after the other."""
     starting, loading = max((s["start_s"] for s in seen), default=0.0), dict[str, float]()
     for said in seen:
         for role, seconds in said["load_s"].items():

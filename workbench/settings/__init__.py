@@ -1,1 +1,1 @@
-"""Plain values that a user gives: engines' settings, parallel layouts, names of roles."""
+"""Plain values given by the user: settings of engines, parallel layouts, names of roles."""

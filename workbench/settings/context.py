@@ -1,4 +1,4 @@
-"""How much of a long conversation the policy reads."""
+"""The setting that limits how much of a long conversation the policy reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _check_summary(function: Callable[..., Any]) -> Callable[..., Any]:
             "it is called with one text: what the policy has read",
             "def summary(context): return context[-200:]",
         ) from None
-    except ValueError:  # one that does not say what it takes
+    except ValueError:  # the function has no signature
         pass
     return function
 
@@ -33,25 +33,25 @@ Summarizes = Annotated[Callable[..., Any], AfterValidator(_check_summary)]
 
 @settings()
 class Context:
-    """A bound of the tokens that the policy reads before a turn, in conversations with an environment.
+    """A limit of the tokens that the policy reads before a turn, in conversations with an environment.
 
         wb.Sampling(environment=Teacher, max_new_tokens=2048, context=wb.Context(max_tokens=512))
 
-    max_tokens: of a context: prompt, turns and answers, and the turn that is sampled behind them.
-    turn_tokens: room that a turn has at least. Where less is left, a new context begins before the turn: the prompt,
-        then the newest turns with their answers, in the tokens that they have. What came between them is left out.
-    keep_turns: how many turns these are; fewer where they do not fit. Where the newest one alone does not fit, the
-        conversation ends with "max_tokens". A prompt that is longer than max_tokens is read whole.
-    summary: what the policy is asked before a new context begins, such as "Summarize what you know so far.": its answer
-        then stands behind the prompt, in place of what is left out. It may have turn_tokens, beyond max_tokens. It is a
-        turn of the policy without a reward, in the columns and in training, and does not count in max_turns. Or a
-        function of yours, which summarizes in its place: it gets the text that the policy has read, without special
-        tokens, and returns a text, of which turn_tokens tokens stand behind the prompt, outside the mask. It may be
-        `async`, and runs in the process of the environment, under its limits. None: nothing stands there.
+    max_tokens: of a context: prompt, turns, answers, and the turn that is sampled next.
+    turn_tokens: the tokens that a turn needs at least. If fewer are left, a new context begins before the turn: the
+        prompt, then the newest turns with their answers, as the same tokens. Older turns are left out.
+    keep_turns: how many of the newest turns are kept; fewer if they do not fit. If even the newest turn does not fit,
+        the conversation ends with "max_tokens". A prompt that is longer than max_tokens is read completely.
+    summary: a request to the policy before a new context begins, for example "Summarize what you know so far.": its
+        answer comes after the prompt, instead of the turns that are left out. The answer may have turn_tokens, in
+        addition to max_tokens. It is a turn of the policy without a reward, in the columns and in training, and does
+        not count in max_turns. Or your own function that summarizes: it gets the text that the policy has read, without
+        special tokens, and returns a text, whose first turn_tokens tokens come after the prompt, outside the mask. It
+        may be `async`, and runs in the environment's process, under its limits. None: no summary.
 
-    Each context is a sequence of its own for training, see `context_starts`: a token is trained in the context that it
-    was sampled in, and tokens that a later context repeats are outside its mask. `max_new_tokens` counts no token that
-    is repeated.
+    In training, each context is a separate sequence, see `context_starts`: a token is trained in the context in which
+    it was sampled, and tokens that a later context repeats are outside the mask there. `max_new_tokens` does not count
+    repeated tokens.
     """
 
     max_tokens: Annotated[Whole, Field(ge=2)]
@@ -73,5 +73,5 @@ def _of_fields(value: Any) -> Any:
     return Context(**value) if isinstance(value, Mapping) and set(value) == known else value
 
 
-# `asdict` of a `Sampling`, which algorithms hand to `generate_sequences`, gives the fields of its context
+# algorithms pass `asdict` of a `Sampling` to `generate_sequences`, which turns its context into a dict of fields
 GivenContext = Annotated[Context, BeforeValidator(_of_fields)]

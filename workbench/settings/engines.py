@@ -1,4 +1,4 @@
-"""How a role computes: plain values, given in a notebook, sent to hosts, kept in a workbench's description."""
+"""Settings of generation and sampling: plain values, given in a notebook, sent to hosts, kept in the description."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ DType = Literal["float32", "bfloat16", "float16"]
 ShareMemory = bool | Literal["always"]
 SYNC_STRATEGIES = get_args(SyncStrategy)
 SHARE_MEMORY = (False, True, "always")
-MASKED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # settings whose effect a sampling mask tells, where they are off
+MASKED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # settings that a sampling mask can describe, with their off values
 
 
 @settings()
 class Generation:
-    """Settings of the generation engine of the actor: on its own ranks, or on rollout workers (see `Placement`).
+    """Settings of the actor's generation engine, on the actor's ranks or on rollout workers (see `Placement`).
 
-    engine: "vllm" or "transformers" (needs nothing more than transformers).
-    tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the pool that
-        generates, whose size it must divide. Where that is the actor's it must also divide t of the actor's layout
-        (p, t, d) with p*t > 1. The transformers engine knows only 1.
-    strategy: how an actor cut over p*t > 1 ranks, or sharded by ZeRO-3, gets its weights to the engine: "hybridflow",
-        each rank receives what it lacks; "v", the whole model over the ranks of a training replica; "full", over all
-        ranks (ZeRO-3: "v" too).
-    sync: "delta": a weight sync between processes sends what changed since the one before, exactly, for which either
-        end keeps a copy of the weights; "whole": all; "auto": what took less time, of three syncs each way.
+    engine: "vllm" or "transformers" (needs no other package).
+    tensor_parallel_size: the number of ranks that share one copy of vLLM's model: consecutive ranks of the generating
+        pool, whose size it must divide. If the actor's pool generates, it must also divide t of an actor's layout
+        (p, t, d) with p*t > 1. The transformers engine supports only 1.
+    strategy: how an actor that is split over p*t > 1 ranks, or sharded by ZeRO-3, sends its weights to the engine:
+        "hybridflow": each rank receives only what it lacks; "v": gather the whole model over the ranks of a training
+        replica; "full": over all ranks (with ZeRO-3, so does "v").
+    sync: "delta": a weight sync between processes sends the exact changes since the last sync, for which both ends keep
+        a copy of the weights; "whole": all weights; "auto": the faster way, after three syncs each.
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
-        its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
-        None: the cache is what the placement leaves there, at most room for max_rows of max_model_tokens.
-    max_rows: most sequences decoded at the same time by one engine. None: 512 for vLLM on a GPU, the most that its CUDA
-        graphs cover by default; else 64.
-    head_dtype: "float32": vLLM computes the logits in fp32, on a GPU with fp32 sums of products of the model's dtype;
-        "same": in its dtype. The transformers engine computes them as `Training.head_dtype` says.
-    check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
-        were sent and as they arrived; `SyncError` when they differ.
+        its memory for weights and cache, kept between rollouts unless `wb.open(share_memory=True)` lends it to others.
+        None: the cache takes what the placement leaves, at most the bytes of max_rows rows of max_model_tokens tokens.
+    max_rows: the most sequences that one engine decodes at the same time. None: 512 for vLLM on a GPU, the most that
+        its CUDA graphs cover by default; else 64.
+    head_dtype: "float32": vLLM computes the logits in fp32; on a GPU, products in the model's dtype are summed in fp32.
+        "same": in the model's dtype. For the transformers engine, see `Training.head_dtype`.
+    check_sync: after each weight sync, compare log-probabilities of engine and trainer, and checksums of slices at
+        sender and receiver; `SyncError` if they differ.
     """
 
     engine: GenerationEngine = "vllm"
@@ -86,12 +86,12 @@ class Generation:
             )
 
     def rows_at_once(self, *, on_gpu: bool) -> int:
-        """`max_rows`, or its default."""
+        """Return `max_rows`, or its default."""
         return self.max_rows or (512 if on_gpu and self.engine == "vllm" else 64)
 
 
 def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
-    """Raise `BadInput` for a class whose `step` is not there or does not take a response."""
+    """Raise `BadInput` for a class without a `step` that takes a response."""
     if not isinstance(environment, type):
         return environment
     step = getattr(environment, "step", None)
@@ -112,20 +112,20 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
             "it is called with the text of a turn, or gets message=, raw_response=, response_ids= as it names them",
             "def step(self, response): return observation, 0.0, True",
         ) from None
-    except ValueError:  # one that does not say what it takes
+    except ValueError:  # `step` has no signature
         pass
     return environment
 
 
-AGENT_GIVES = ("row", "client", "base_url", "api_key")  # what the function of an agent may ask for
+AGENT_GIVES = ("row", "client", "base_url", "api_key")  # the arguments that an agent's function can have
 AN_AGENT = "async def agent(row, client), or def agent(row, base_url, api_key)"
 
 
 def _check_agent(agent: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise `BadInput` for a function that asks for something else than an agent gets."""
+    """Raise `BadInput` for a function with arguments that an agent does not get."""
     try:
         signature = inspect.signature(agent)
-    except (TypeError, ValueError):  # one that does not say what it takes
+    except (TypeError, ValueError):  # the function has no signature
         return agent
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     given = {name: None for name in AGENT_GIVES if name in named or len(named) < len(signature.parameters)}
@@ -184,45 +184,44 @@ Agent = Annotated[
 
 @settings(called="")
 class Sampling:
-    """How responses are drawn. Every field means the same on every generation engine.
+    """How responses are sampled. Every field means the same on every generation engine.
 
-    temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation, the
-        last to tokens at least min_p times as probable as the likeliest (0: off).
-    keep_mask: keep for each token which tokens truncation left (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556,
-        section 3.1), in columns `sampling_mask_ids` and `sampling_mask_sizes`, 4 bytes a token that was left and 4 a
-        response token. The trainer's log-probabilities are then over the same tokens, and a `Correction` is right.
-        vLLM gives them with top_k alone, or beside top_p and min_p.
-    repetition_penalty: logits of tokens in prompt or response are divided by it where positive, else multiplied
+    temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation; min-p
+        keeps tokens at least min_p times as probable as the likeliest token (0: off).
+    keep_mask: for each response token, keep the ids of tokens that truncation left (DeepSeek-V3.2,
+        https://arxiv.org/abs/2512.02556, section 3.1), in columns `sampling_mask_ids` and `sampling_mask_sizes`: 4
+        bytes per kept id, and 4 per response token. The trainer's log-probabilities are then over the same tokens, so
+        that a `Correction` is valid. vLLM provides the mask only if top_k is set, alone or with top_p and min_p.
+    repetition_penalty: positive logits of tokens in prompt or response are divided by it, negative ones multiplied
         (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: off.
-    presence_penalty, frequency_penalty: taken from the logit of a token that the response has; once, and once for each
-        time that it has it. In an environment: that the current turn has. 0: off; -2 to 2.
-    logit_bias: token id -> what is added to its logit; -inf bans the token.
-    max_new_tokens: longest response, tokens; in an environment that of all turns and observations together.
-    min_new_tokens: so many tokens (of each turn) come before what ends it: among them, ending tokens have probability
-        0, and stop strings are not looked for.
-    stop, stop_token_ids: strings and tokens at which a response (a turn) ends. ignore_eos: the end-of-sequence token
-        ends nothing: responses of forced length, for benchmarks. Whatever ended a response is its last part: EOS, stop
-        token, and the tokens up to the one that completed the stop string.
-    environment: makes the responses conversations, see `workbench.data.environment`: a class, or a function without
-        arguments that makes one, called once a sample. max_turns: most turns of the policy. max_calls: most tool calls;
-        a turn with more than are left is not answered. max_seconds: by the clock, looked at between turns and while an
-        environment answers. A conversation that a limit ends has its name as `ending`. concurrency,
-        call_timeout_s: calls of environments under way at once on a rank, and the time limit of one. retries: how often
-        a conversation whose environment failed begins again, from the same seed, with a new environment. most_failed:
-        the share of rows whose environment may fail at last, see `generate_sequences`.
-    most_open: conversations that are open at the same time on a rank; the others begin as these end. Each has at most
-        one turn that its environment has not answered, so this bounds these, too. None: all.
-    agent: a function, called once a sample, which asks for each turn itself, over HTTP: see `workbench.data.agent`.
-        The other settings hold as with an environment. context: what the policy reads of a long conversation with an
-        environment, see `Context`; None: all of it. max_turns: most answers that a sample gets; call_timeout_s: of
-        the function's own time, in which it does not wait for an answer.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token in the response: once, or once for each
+        occurrence. In an environment only the current turn counts. 0: off; -2 to 2.
+    logit_bias: token id -> number to add to the logit; -inf bans the token.
+    max_new_tokens: the longest response, in tokens; in an environment, all turns and observations together.
+    min_new_tokens: the least tokens of a response (of each turn) before its end: until then, ending tokens have
+        probability 0, and stop strings are ignored.
+    stop, stop_token_ids: strings and tokens that end a response (a turn). ignore_eos: the end-of-sequence token does
+        not end a response: for benchmarks with a fixed length. A response includes what ended it: EOS, the stop token,
+        or the tokens up to the one that completed the stop string.
+    environment: turns responses into conversations, see `workbench.data.environment`: a class, or a function without
+        arguments that makes an environment, called once per sample. max_turns: the most turns of the policy. max_calls:
+        the most tool calls; a turn with more calls than are left gets no answer. max_seconds: of wall time, checked
+        between turns and while an environment answers. A conversation that a limit ends has the limit's name as
+        `ending`. concurrency, call_timeout_s: how many calls of environments run at once on a rank, and the time limit
+        of one call. retries: how often a conversation restarts after its environment failed, from the same seed, with a
+        new environment. most_failed: the allowed share of rows that fail after all retries, see `generate_sequences`.
+    most_open: how many conversations are open at the same time on a rank; others begin when one ends. Each has at most
+        one turn without an answer, so this also limits such turns. None: all.
+    agent: a function, called once per sample, that requests each turn itself, over HTTP: see `workbench.data.agent`.
+        Other settings apply as with an environment. context: what the policy reads of a long conversation with an
+        environment, see `Context`; None: all of it. max_turns: the most answers per sample. call_timeout_s: limits the
+        function's own time, in which it does not wait for an answer.
 
-    `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
-    bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
-    but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
-    the two is theirs as well. With settings that leave tokens out, which are top_p, top_k, min_p, biases of -inf and
-    min_new_tokens, a `Correction` is refused unless the mask is kept. Greedy
-    responses carry log softmax(logits after bias and penalties).
+    `rollout_log_prob` is the sampled token's log-probability in the sampled distribution: logits, then bias, banned
+    endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With temperature alone, this is
+    log softmax(logits / temperature), the trainer's definition; other settings add to the gap between engine and
+    trainer. With settings that exclude tokens (top_p, top_k, min_p, biases of -inf, min_new_tokens), a `Correction` is
+    refused unless the mask is kept. Greedy responses have log softmax(logits after bias and penalties).
     """
 
     temperature: Temperature = 1.0
@@ -285,23 +284,23 @@ class Sampling:
 
     @property
     def keeps_mask(self) -> bool:
-        """Whether there is a mask to keep: tokens are left out of what is sampled from."""
+        """Whether a sampling mask is kept: `keep_mask` is set, and top_p, top_k or min_p exclude tokens."""
         return keeps_mask(vars(self))
 
     @property
     def several_turns(self) -> Callable[..., Any] | None:
-        """The user's function that makes the responses conversations, if there is one."""
+        """The user's environment or agent, if there is one: it turns responses into conversations."""
         return self.environment or self.agent
 
     @property
     def token_ids(self) -> list[int]:
-        """All token ids that it names."""
+        """All token ids in `stop_token_ids` and `logit_bias`."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
 
 
 def truncation(sampling: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the settings by which the engine samples from some tokens only, with their values; of `logit_bias`, how
-    many tokens it bans. sampling: fields of `Sampling`."""
+    """Return the settings that exclude tokens from sampling, with their values; for `logit_bias`, the number of banned
+    tokens. sampling: fields of `Sampling`."""
     off = MASKED if sampling.get("temperature", 1.0) else {}
     left = {name: sampling[name] for name, value in off.items() if name in sampling and sampling[name] != value}
     banned = sum(bias == -math.inf for bias in (sampling.get("logit_bias") or {}).values())
@@ -311,13 +310,13 @@ def truncation(sampling: Mapping[str, Any]) -> dict[str, float]:
 
 
 def keeps_mask(sampling: Mapping[str, Any]) -> bool:
-    """Whether there is a mask to keep: top_p, top_k or min_p leave tokens out. sampling: fields of `Sampling`."""
+    """Whether a mask is kept: keep_mask is on; top_p, top_k or min_p exclude tokens. sampling: fields of `Sampling`."""
     return bool(sampling.get("keep_mask") and truncation(sampling).keys() & MASKED.keys())
 
 
 def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
-    """Raise `BadInput` where a correction would read rollouts of a truncated distribution. what: names the correction.
-    truncated: see `truncation`.
+    """Raise `BadInput` if a correction would read rollouts from a truncated distribution. what: names the correction.
+    truncated: the result of `truncation`.
     """
     if truncated:
         said = {"logit_bias": "a logit_bias of -inf for {:g} token(s)"}
@@ -334,7 +333,7 @@ def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
 
 
 def check_mask(sampling: Mapping[str, Any], generation: Generation | None) -> None:
-    """Raise `BadInput` where the engine cannot give the mask that is to be kept. sampling: fields of `Sampling`."""
+    """Raise `BadInput` if a mask is to be kept, but the engine cannot provide it. sampling: fields of `Sampling`."""
     if keeps_mask(sampling) and not sampling["top_k"] and generation is not None and generation.engine == "vllm":
         given = ", ".join(f"{name}={sampling[name]}" for name in truncation(sampling) if name in MASKED)
         raise BadInput(
@@ -345,7 +344,7 @@ def check_mask(sampling: Mapping[str, Any], generation: Generation | None) -> No
 
 
 def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:
-    """Raise `BadInput` where no response can be as long as asked for: all would be cut silently.
+    """Raise `BadInput` if no response can reach the requested length, because all would be truncated silently.
 
     sampling: fields of `Sampling`.
     """

@@ -1,4 +1,4 @@
-"""The parallel layout of one role: how many ranks along each axis, and where each rank stands. Pure arithmetic."""
+"""The parallel layout of one role: the ranks along each axis, and the coordinates of each rank. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Numbering = Literal["training", "generation"]
 
 
 class GenerationPlace(NamedTuple):
-    """Where a rank stands while generating: training replica, pipeline stage, micro replica, tensor rank."""
+    """The coordinates of a rank in generation: training replica, pipeline stage, micro replica, tensor rank."""
 
     replica: int
     stage: int
@@ -27,15 +27,15 @@ class GenerationPlace(NamedTuple):
 class Layout:
     """(p, t, d): pipeline, tensor and data parallel sizes (HybridFlow, section 5.1), in training and inference.
 
-    Rank k*p*t + i*t + j stands at replica k, pipeline stage i, tensor rank j. While generating, the same ranks form
-    replicas of p_g x t_g ranks (None: as in training), so that each training replica becomes d_g = p*t / (p_g*t_g) of
-    them: p_g divides p and t_g divides t. The grouping is HybridFlow's, in which a rank's training shard lies inside
-    its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u, stage
-    i // v and micro replica (i % v)*u + j % u.
+    Rank k*p*t + i*t + j is replica k, pipeline stage i, tensor rank j. In generation, the same ranks form replicas of
+    p_g x t_g ranks (None: as in training), so that each training replica becomes d_g = p*t / (p_g*t_g) generation
+    replicas: p_g divides p, and t_g divides t. The grouping is HybridFlow's, in which a rank's training shard lies
+    inside its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u,
+    stage i // v and micro replica (i % v)*u + j % u.
 
-    numbering: whose tensor groups consecutive ranks are. "training": as above. "generation", for engines that take
-    consecutive ranks as their tensor group: rank k*p*t + m*p_g*t_g + s*t_g + g is micro replica m, stage s and tensor
-    rank g of generation; groups and places are the same, under other numbers.
+    numbering: "training": as above, tensor groups of training are consecutive ranks. "generation": tensor groups of
+    generation are consecutive ranks, as some engines require: rank k*p*t + m*p_g*t_g + s*t_g + g is micro replica m,
+    stage s and tensor rank g of generation; groups and coordinates are the same, with other rank numbers.
     """
 
     p: PositiveInt = 1
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.p * self.t * self.d
 
     @property
@@ -74,11 +74,11 @@ class Layout:
         return self.t if self.t_g is None else self.t_g
 
     def generating(self, t_g: int) -> Layout:
-        """This layout while an engine generates on it: in replicas of `t_g` consecutive ranks, without stages."""
+        """Return this layout for an engine that generates in replicas of `t_g` consecutive ranks, without stages."""
         return replace(self, p_g=1, t_g=t_g, numbering="generation")
 
     def mesh(self) -> np.ndarray:
-        """Rank numbers as an array [d, p, t]."""
+        """Return the rank numbers as an array [d, p, t]."""
         ranks = np.arange(self.size)
         if self.numbering == "generation":
             u, v = self.t // self._tensors, self.p // self._stages
@@ -86,7 +86,7 @@ class Layout:
         return ranks.reshape(self.d, self.p, self.t)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(replica k, pipeline stage i, tensor rank j) of a rank; `BadInput` for one that is not there."""
+        """Return (replica k, pipeline stage i, tensor rank j) of a rank; `BadInput` for a rank outside the layout."""
         if not 0 <= rank < self.size:
             raise BadInput(f"rank {rank} of {self}", f"its ranks are 0 to {self.size - 1}")
         k, rest = divmod(rank, self.p * self.t)
@@ -98,7 +98,7 @@ class Layout:
         return k, stage * v + micro // u, tensor * u + micro % u
 
     def rank(self, k: int, i: int, j: int) -> int:
-        """The rank at replica k, pipeline stage i, tensor rank j."""
+        """Return the rank at replica k, pipeline stage i, tensor rank j."""
         for name, value, size in (("k", k, self.d), ("i", i, self.p), ("j", j, self.t)):
             if not 0 <= value < size:
                 raise BadInput(f"{name}={value} in {self}", f"must lie between 0 and {size - 1}")
@@ -107,13 +107,13 @@ class Layout:
         return k * self.p * self.t + i * self.t + j
 
     def generation_place(self, rank: int) -> GenerationPlace:
-        """Where a rank stands while generating."""
+        """Return the coordinates of a rank in generation."""
         k, i, j = self.coordinates(rank)
         u, v = self.t // self._tensors, self.p // self._stages
         return GenerationPlace(replica=k, stage=i // v, micro=(i % v) * u + j % u, tensor=j // u)
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """The ranks that differ along one axis only; every rank stands in one group."""
+        """Return the groups of ranks that differ along one axis only; every rank is in exactly one group."""
         which = {"data": 0, "pipeline": 1, "tensor": 2}[axis]
         mesh = np.moveaxis(self.mesh(), which, -1)
         groups: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()

@@ -1,4 +1,4 @@
-"""In which precision a policy computes when its precisions are compared."""
+"""The precisions in which a policy can compute, for comparisons of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from workbench.support.validation import settings
 class Precision:
     """How a forward pass computes log-probabilities.
 
-    dtype: of products. weights: "float32", as a trainer keeps them, which computes in `dtype` under autocast; or
-        "same": weights and activations are in `dtype` too, as in a generation engine.
-    head: "float32" computes the logits in fp32 from weights of the output head in fp32; "same": in `dtype`.
-    adapter: "native" computes W x + B A x, as a trainer does; "merged" (W + B A) x, where the sum is rounded to what
-        the weights are held in. Without an adapter they are one.
-    sampling_mask: of rollouts with a sampling mask (`Sampling.keep_mask`) over the tokens that could be drawn; False:
+    dtype: of matrix products. weights: "float32": fp32 weights and autocast to `dtype`, as in a trainer; "same":
+        weights and activations are in `dtype` too, as in a generation engine.
+    head: "float32": compute the logits in fp32 from fp32 weights of the output head; "same": in `dtype`.
+    adapter: "native": compute W x + B A x, as a trainer does; "merged": (W + B A) x, with the sum rounded to the
+        weights' dtype. Without an adapter both are the same.
+    sampling_mask: for rollouts with a sampling mask (`Sampling.keep_mask`): compute over the tokens in the mask; False:
         over all tokens.
     """
 
@@ -40,10 +40,10 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "float16_engine": Precision(dtype="float16", weights="same"),
     }
 )
-"""Those that are compared unless others are asked for; "engine": with weights in the dtype too."""
+"""The precisions compared by default; "engine": weights in the dtype too."""
 MERGED: Mapping[str, Precision] = MappingProxyType(
     {"bfloat16_engine_merged": Precision(dtype="bfloat16", weights="same", adapter="merged")}
 )
-"""Those that are compared besides where there is an adapter."""
+"""Also compared if there is an adapter."""
 ALL_TOKENS: Mapping[str, Precision] = MappingProxyType({"float32_all_tokens": Precision(sampling_mask=False)})
-"""Those that are compared besides where the rollouts have a sampling mask."""
+"""Also compared if the rollouts have a sampling mask."""

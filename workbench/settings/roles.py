@@ -6,16 +6,16 @@ from workbench.errors import BadInput
 from workbench.support.named_fields import meant
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
-# has no model of its own: it generates for the actor, where a placement names it
+# has no model of its own; if a placement has this role, it generates for the actor
 ROLLOUT = "rollout"
-# has no model and no device: processes for environments, where a placement names it
+# has no model and no device; if a placement has this role, its pool is processes for environments
 ENVIRONMENT = "environment"
 TRAINED_ROLES = ("actor", "critic", "cost_critic")
 CRITICS = ("critic", "cost_critic")
 
 
 def check_role(role: str, *, more: tuple[str, ...] = ()) -> str:
-    """Return `role`, or raise `BadInput` naming the roles there are, and `more`."""
+    """Return `role`, or raise `BadInput` if it is not a role or one of `more`."""
     roles = (*ROLES, ROLLOUT, *more)
     if role == ENVIRONMENT and role not in roles:
         raise BadInput(

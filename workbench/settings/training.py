@@ -32,9 +32,9 @@ TrainingEngine = Literal["torch", "deepspeed"]
 Optimizer = Literal["adamw", "muon", "adamw_8bit"]
 HeadDType = Literal["same", "float32"]
 
-LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
-SMALLEST_8BIT = 4096  # elements of a tensor whose moments bitsandbytes keeps in 8 bits
-HIGH_RATE = 0.01  # above it a step of AdamW is as large as weights are
+LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero and has more to learn
+SMALLEST_8BIT = 4096  # bitsandbytes keeps 8-bit moments of tensors with at least this many elements
+HIGH_RATE = 0.01  # above this rate, a step of AdamW is as large as the weights
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -49,17 +49,17 @@ RATES = (
     "max_grad_norm",
 )  # fmt: skip
 LIVE = (*RATES, "minibatches")
-"""Fields of `Training` that can be assigned while a workbench lives; `RATES`: those that only the optimizer reads."""
-WHOLE_TENSORS = {  # optimizer -> why it needs each tensor whole on its rank
+"""Fields of `Training` that can be assigned while a workbench lives. `RATES`: fields that only the optimizer reads."""
+WHOLE_TENSORS = {  # optimizer -> why it needs whole tensors on each rank
     "muon": "Muon makes the step of a whole matrix orthogonal",
     "adamw_8bit": "8-bit moments belong to whole tensors",
 }
-CHECKED_STEPS = 100  # where `total_steps` does not say how many there are
+CHECKED_STEPS = 100  # steps of a schedule that are checked if `total_steps` is None
 MOST_CHECKED_STEPS = 10_000
 
 
 class Factors(dict[str, float]):
-    """`Training.rates`: cannot be changed in place, where nothing would check or record it."""
+    """`Training.rates`: refuses changes in place, because these would not be checked or recorded."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BadInput(
@@ -98,33 +98,33 @@ Rates = Annotated[
 class Training:
     """Settings of a trained role.
 
-    engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
-    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
-    optimizer: "adamw", or "muon" (https://kellerjordan.github.io/posts/muon/): matrices but embeddings and heads take
-        orthogonalised steps, scaled as in arXiv:2502.16982 so that AdamW's rate is theirs too; all other weights take
-        AdamW's; or "adamw_8bit", by bitsandbytes (extra `adam8bit`): AdamW whose moments have 8 bits an element and a
-        scale for each block of 256 (https://arxiv.org/abs/2110.02861), 2 bytes a weight in place of 8; tensors of fewer
-        than 4,096 elements keep fp32 moments. Both need engine="torch" and t=1, where each tensor is whole on its rank.
+    engine: "deepspeed", for layouts (1, t, d), or "torch", for all (p, t, d), which needs no other package.
+    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 at most 2; ignored by the torch engine.
+    optimizer: "adamw"; "muon" (https://kellerjordan.github.io/posts/muon/): matrices other than embeddings and heads
+        take orthogonalised steps, scaled as in arXiv:2502.16982 so that AdamW's learning rate suits them too; all other
+        weights use AdamW; or "adamw_8bit", by bitsandbytes (extra `adam8bit`): AdamW whose moments have 8 bits per
+        element and a scale per block of 256 (https://arxiv.org/abs/2110.02861), 2 bytes per weight instead of 8;
+        tensors of fewer than 4,096 elements keep fp32 moments. "muon" and "adamw_8bit" need engine="torch" and t=1, so
+        that each tensor is whole on its rank.
     learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5. Biases and norms are
         not decayed.
-    rates: a factor of the learning rate for weights whose name, as transformers has it, holds a match of a pattern
-        (`re.search`): `{"embed": 0.1, "lm_head|score": 10.0}`. The first pattern that matches counts; 0 leaves its
-        weights as they are. While a workbench lives the factors can change, and the patterns stay.
+    rates: factors of the learning rate, by patterns: a factor applies to weights whose transformers name contains a
+        match (`re.search`): `{"embed": 0.1, "lm_head|score": 10.0}`. The first matching pattern counts; 0 freezes its
+        weights. While a workbench is open you can change the factors, but not the patterns.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; "linear" and "cosine" need
-        total_steps. A function `schedule(step)` gives the factor of the rate when so many steps have been taken: it is
-        checked at once, for `total_steps` steps or 100, and goes to the ranks as functions of a cell do.
+        total_steps. A function `schedule(step)` returns the factor of the rate after `step` steps: it is checked at
+        once, for `total_steps` steps or 100, and is sent to the ranks like other functions of a cell.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
-    minibatches: optimizer steps that one update takes from one batch (of one epoch).
-    micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
-        row goes alone. None: 2048 on a CPU; on a GPU as many as fit beside what the placement holds there, by a trial
-        pass before the role's first (at most 32,768), and half as many after a step that runs out of memory all the
-        same. `lab.topology()` says how many.
-        Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
-        `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
-        (within rounding where an update skips rows without advantage).
-    head_dtype: "float32" computes the logits in fp32 whatever the model's dtype, from fp32 hidden states and the
-        output head's weights in fp32 (MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.2); "same": in its dtype.
-        The transformers engine generates so too; for vLLM see `Generation`.
+    minibatches: optimizer steps of one update on one batch (per epoch).
+    micro_batch_tokens: the most tokens in one forward pass, prompts and responses together; a single longer row is a
+        micro-batch of its own. None: 2048 on a CPU; on a GPU as many as fit with the rest of the placement, by a trial
+        pass before the role's first pass (at most 32,768), and half as many after a step that still runs out of memory.
+        Sequences are packed; for a model that does not support this, padding counts too. `lab.topology()` shows both.
+        `compute_log_prob` and `update_actor` form the same micro-batches, so that the first ratio is exactly 1
+        (within rounding if an update skips rows without advantage).
+    head_dtype: "float32": compute the logits in fp32 for any dtype of the model, from fp32 hidden states and fp32
+        weights of the output head (MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.2); "same": in its dtype.
+        The transformers engine generates in the same way; for vLLM see `Generation`.
     activation_checkpointing: recompute layer activations in the backward pass.
     compile: run the layers through torch.compile, which needs a C++ compiler and, the first time on a machine, a minute
         or more. Results differ within rounding.
@@ -181,16 +181,16 @@ class Training:
 
     @property
     def peak_learning_rate(self) -> float:
-        """The rate between warm-up and decay."""
+        """The learning rate between warm-up and decay."""
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether the replicas hold a part of each weight: ZeRO-3."""
+        """Whether each replica holds only a part of each weight: ZeRO-3."""
         return self.engine == "deepspeed" and self.zero_stage == 3
 
     def doubt(self, role: str) -> str:
-        """What to say of a learning rate that a role is not likely to survive; empty: nothing."""
+        """Return a warning if the learning rate is so high that training would destroy the role's model; else ""."""
         if self.peak_learning_rate <= HIGH_RATE:
             return ""
         usual = Training().of_role(role).learning_rate
@@ -201,39 +201,39 @@ class Training:
         )
 
     def pattern_of(self, name: str) -> str:
-        """The pattern of `rates` that counts for a weight; empty: none."""
+        """Return the first pattern of `rates` that matches a weight's name; "" if none does."""
         return next((pattern for pattern in self.rates or () if re.search(pattern, name)), "")
 
     def is_for_muon(self, name: str, axes: int) -> bool:
-        """Whether Muon makes the steps of a weight with that many axes."""
+        """Whether Muon makes the steps of a weight. axes: the weight's number of dimensions."""
         return self.optimizer == "muon" and axes == 2 and not re.search(r"embed|lm_head|wte|wpe|score", name)
 
     def is_8bit(self, elements: int) -> bool:
-        """Whether a weight of so many elements has moments of 8 bits."""
+        """Whether a weight with `elements` elements has 8-bit moments."""
         return self.optimizer == "adamw_8bit" and elements >= SMALLEST_8BIT
 
     def group_of(self, name: str, axes: int) -> tuple[int, bool]:
-        """The parameter group of a weight with that many axes; groups are in this order. Matrices come first: they are
-        decayed, biases and norms are not."""
+        """Return the key of a weight's parameter group; groups are sorted by it. Of one factor, matrices come first:
+        they are decayed, biases and norms are not. axes: the weight's number of dimensions."""
         pattern = self.pattern_of(name) if self.rates else ""
         return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
 
     @property
     def without_rates(self) -> Training:
-        """With the defaults of `RATES`: equal where a stage reads the same columns and cuts them alike."""
+        """These settings with the defaults of `RATES`, which do not change the columns and micro-batches of a stage."""
         kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in RATES}
         return Training(**kept)
 
     def of_role(self, role: str) -> Training:
-        """With the role's default in place of a learning rate that was not given."""
+        """Return these settings with the role's default learning rate if none was given."""
         if self.learning_rate is not None:
             return self
         return replace(self, learning_rate=CRITIC_LEARNING_RATE if role in CRITICS else LEARNING_RATE)
 
 
 def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
-    """The factor of the rate that a function gives for the next optimizer step, when `steps` have been taken.
-    `BadInput` where it raises, or gives anything but a finite number of 0 or more."""
+    """Return the factor of the rate that a function gives for the next optimizer step, after `steps` steps. `BadInput`
+    if it raises, or returns anything but a finite number of 0 or more."""
     called = f"Training.schedule: {getattr(schedule, '__name__', 'the function')}({steps})"
     rule = "a schedule gives a factor of the learning rate for a number of optimizer steps: finite, 0 or more"
     try:
@@ -246,7 +246,7 @@ def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
         ) from error
     try:
         wrong = isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not 0 <= float(factor) < math.inf
-    except Exception:  # a whole number that no float holds, or an object of any class
+    except Exception:  # an integer too large for a float, or an object of any class
         wrong = True
     if wrong:
         raise BadInput(f"{called} = {shown(factor)}", rule, "return a number, such as max(0.1, 0.99**step)")
@@ -254,8 +254,8 @@ def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
 
 
 def check_schedule(schedule: Callable[[int], Any], warmup_steps: int, total_steps: int | None) -> None:
-    """Raise `BadInput` for a function that gives no factor in the first steps (all of `total_steps`, at most 10,000),
-    or another one when it is asked again."""
+    """Raise `BadInput` if a function gives no valid factor for one of its first steps (`total_steps` or 100, at most
+    10,000), gives another factor when it is called again, or is combined with warmup_steps."""
     name = getattr(schedule, "__name__", "the function")
     if warmup_steps:
         raise BadInput(

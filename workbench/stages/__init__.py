@@ -1,1 +1,1 @@
-"""Carrying out one call of a stage: check, plan, send, collect, record."""
+"""Carries out one call of a stage: check, plan, send, collect, record."""

@@ -1,4 +1,4 @@
-"""Batches on the hosts: tables go there, rows come here, and what stages made is kept by name and version."""
+"""Moves batches between notebook and hosts, and keeps what stages made by name and version."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Numbe
 
 class BatchStore:
     """Moves rows between the notebook and the hosts, keeps what stages made, and tells hosts which shards no batch
-    refers to. What a `Batch` asks of its workbench.
+    refers to. A `Batch` calls it as its source.
 
     vocabulary: of the tokens in all batches. store: what stages made, by name and version. looping: whether a loop over
-    iterations makes what is made now. iterating: whether `iterate` does.
+    iterations is running. iterating: whether `iterate` is running.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, ownership: Ownership, counters: Counters, room_bytes: int) -> None:
@@ -48,16 +48,16 @@ class BatchStore:
 
     @property
     def by_loop(self) -> bool:
-        """Whether what is made now is of a loop, over iterations or over stages, and not of a cell."""
+        """Whether new batches are made by a loop, over iterations or over stages, and not by a cell."""
         return self.looping or self.iterating
 
     def put(self, table: Any, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
-        """A batch from columns made here: they go to the first host of the actor's pool
-        (without an actor, of the first role's that has a model).
+        """Make a batch of columns, which go to the first host of the actor's pool (without an actor, of the pool of the
+        first role with a model).
 
-        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives). Of a column that stages know, such as "rewards" or "prompt_ids", a list of numbers, or of
-        a list of numbers for each row, becomes what they read. meta: plain values that travel along, such as the
+        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all with the same number of rows (the
+        form that `Batch.fetch` gives). For a column that stages know, such as "rewards" or "prompt_ids", a list of
+        numbers, or a list of lists of numbers, is converted. meta: plain values that stay with the batch, such as the
         sampling temperature.
         """
         found, where = _as_table(table), "put()" if owner == "notebook" else owner
@@ -88,31 +88,31 @@ class BatchStore:
 
     @stoppable("lab.load()", ("no batch has come of it", "the same call again loads it"))
     def load(self, path: str | Path) -> Batch:
-        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
+        """Load a batch that `Batch.save` wrote, in this workbench or another: the same rows, columns and meta.
 
-        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
-        with token ids of another tokenizer.
+        The rows go to the same host as with `put`. Raises `BadInput` for a file that is missing or not a saved batch,
+        and for token ids of another tokenizer.
         """
         meta, tables = files.read(path, self.vocabulary)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
     def get(self, name: str) -> Batch:
-        """A batch of the store by "name vversion", or the newest version of a name."""
+        """Return a batch of the store by "name vversion", or the newest version of a name."""
         return self.store.get(name, self.load)
 
     def forget(self, name: str | Batch) -> None:
-        """Remove a batch, or all versions of a name, from the store; its memory is free when no variable holds it."""
+        """Remove a batch, or all versions of a name, from the store; its memory is freed once no variable holds it."""
         self.store.release(name.id if isinstance(name, Batch) else name)
         self.release_unused()
 
     def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
-        """Note that a batch was made by a method of another, for its lineage."""
+        """Note, for the lineage, that a method of a batch made another batch."""
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
         self.store.note(batch, origin, by_loop=self.by_loop)
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
-        """Bring rows of columns into this process (what `Batch.fetch` does)."""
+        """Fetch rows of columns into this process (for `Batch.fetch`)."""
         self._ownership.check_open()
         table: Table = {}
         for names, pulls in group_pulls(columns, tuple(columns), rows, self._hosts.shard_successors):
@@ -124,7 +124,7 @@ class BatchStore:
         return {name: table[name] for name in columns}
 
     def lengths(self, name: str, location: Location) -> np.ndarray:
-        """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
+        """Return the lengths of the rows of a ragged column, from the hosts (for `Batch.lengths`)."""
         self._ownership.check_open()
         lengths = np.empty(len(location), dtype=np.int64)
         pulls = location.pulls(np.arange(len(location)))
@@ -138,7 +138,7 @@ class BatchStore:
         return lengths
 
     def decode(self, token_ids: Iterable[NonNegativeInt]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ids = list(token_ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocabulary.size]:
             rule = f"{self.vocabulary.name!r} has ids 0 to {self.vocabulary.size - 1}"
@@ -147,19 +147,19 @@ class BatchStore:
 
     def release_unused(self, called: Collection[str] = ()) -> dict[str, list[str]]:
         """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none. called: hosts
-        that are about to be called: the calls tell them what is returned, by host."""
+        that are about to be called: what they can release is returned, by host, and sent with those calls."""
         if not self._ownership.drives:
             return {}
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._hosts.shard_successors) for shard in self.shard_counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)
-        there = {info.name for info in self._hosts.infos}  # others are gone, and what they kept with them
+        there = {info.name for info in self._hosts.infos}  # other hosts are gone, with all their shards
         for host in (there & due.keys()).difference(called):
             self._hosts.backend.ask(host, "release", due[host])
         return {host: due[host] for host in called if host in due}
 
 
-# what stages read of the meta; the rest is the user's own
+# the parts of the meta that stages read; all other parts are the user's own
 META: Mapping[str, Any] = {
     "iteration": NonNegativeInt,
     "temperature": NonNegativeFloat,
@@ -175,7 +175,7 @@ def _as_meta(meta: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
 
 
 def _check_texts(table: Table, where: str) -> None:
-    """Raise `BadInput` for a text that cannot be written: half a surrogate pair."""
+    """Raise `BadInput` for a text with half a surrogate pair, which cannot be written."""
     for name, column in table.items():
         for row, value in enumerate(column if isinstance(column, list) else ()):
             if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
@@ -187,7 +187,7 @@ def _check_texts(table: Table, where: str) -> None:
 
 
 def _as_table(table: Any) -> Table:
-    """The columns of what a user puts, each of which has rows."""
+    """Return the columns of a table that a user puts, and check that each has rows."""
     if hasattr(table, "to_dict") and hasattr(table, "columns"):
         raise BadInput(
             f"put({type(table).__name__})",
@@ -203,7 +203,7 @@ def _as_table(table: Any) -> Table:
 
 
 def _as_numbers(name: str, column: Any) -> Any:
-    """A column that stages know, given as lists, with the dtype of the numbers; what it is where they are none."""
+    """Convert a column that stages know, given as lists, to tensors or `Ragged`; return other columns unchanged."""
     schema = SCHEMA.get("rewards" if name.startswith("rewards/") else name)
     if not isinstance(column, list) or schema is None or schema.holds == "text":
         return column

@@ -1,5 +1,5 @@
-"""The last stage that failed: what it was given, on which ranks, with what; and to run it again in the kernel, where
-pdb works: `lab.debug()`."""
+"""The last stage that failed, with its input, ranks and error, and `lab.debug()`, which runs it again in the kernel,
+where pdb works."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class FailedStage:
     """A stage that failed. `lab.last_error()`
 
-    ranks: that failed; empty where none did: a process that ended, a deadline. batch: what the stage was given, kept on
-    the hosts while this is; None for a stage without. arguments: all of them, by name. calls: what each rank was asked.
+    ranks: the failed ranks; empty where a process ended or a deadline passed. batch: the stage's input, kept on the
+    hosts as long as this object; None for a stage without one. arguments: all, by name. calls: of each rank.
     """
 
     role: str
@@ -66,7 +66,7 @@ class FailedStage:
 
     @property
     def text(self) -> str:
-        """What the cell showed, without the cell's own lines."""
+        """The error as the cell showed it, without the cell's own lines."""
         said = block(self.error) if isinstance(self.error, WorkbenchError) else str(self.error)
         return f"{type(self.error).__name__}: {said}"
 
@@ -89,14 +89,14 @@ class FailedStage:
 
 
 class Failures:
-    """Keeps the last failure of a workbench. name: the workbench's."""
+    """Keeps the last failure of a workbench. name: the workbench's name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._last: FailedStage | None = None
 
     def note(self, run: Run, error: Exception) -> None:
-        """Keep what a run failed with. A stage that was stopped, or whose input failed, is no failure of its own."""
+        """Keep the failure of a run, unless the stage was interrupted, or its input failed."""
         if isinstance(error, StageInterrupted | UpstreamError):
             return
         self._last = FailedStage(
@@ -105,10 +105,9 @@ class Failures:
         )  # fmt: skip
 
     def last(self) -> FailedStage:
-        """The last stage that failed, whether it was waited for or not: role, stage, ranks, the error and its text, the
-        arguments, and in `.batch` what it was given. That is kept on the hosts until the next stage fails, or
-        `lab.forget_error()`. Raises `NotFound` where none has failed.
-        """
+        """Return the last stage that failed, even if nobody waited for it: role, stage, ranks, the error and its text,
+        the arguments, and in `.batch` its input, which is kept on the hosts until the next failure, or
+        `lab.forget_error()`. Raises `NotFound` where none has failed."""
         if self._last is None:
             raise NotFound(f"no stage of {self._name!r} has failed", "in this kernel, or it was forgotten")
         return self._last
@@ -124,18 +123,18 @@ class Failures:
 def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu", "cuda"] | None = None) -> Any:
     """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
 
-    A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
-    gathered where it is cut over ranks), and is called as rank `rank` was (None: the first that failed): with its
-    rows of the kept batch, its arguments, its seed. The error is raised here with its real frames. Nothing of the
-    workbench changes; on the inline backend the stage is run in its place, and the role's state put back.
-    Functions that score are called one after the other in this thread, and without a time limit.
+    A new worker of the role in this kernel takes the state of the live one (weights, moments, step count, random state;
+    gathered from all ranks), and is called as rank `rank` was (None: the first that failed): with its rows of the kept
+    batch, its arguments, its seed. The error is raised here with its real frames. Nothing in the workbench changes; on
+    the inline backend the live worker runs the stage, and the role's state is put back. Functions that score are called
+    one after the other in this thread, and without a time limit.
 
-    device: "cpu" or "cuda"; None: as the workbench's, where this process has such a one. Where it does not fail: says
-    so, and returns what the rank made, an `Output` or a value.
+    device: "cpu" or "cuda"; None: that of the workbench, if this process has one. If the stage does not fail here,
+    prints that, and returns what the rank made: an `Output` or a value.
 
-    It is the state as it is now: an update that failed in its third step has taken two. One rank runs alone: sums
-    over ranks are over its own rows, and a model that was cut over ranks gives the same numbers within rounding.
-    Raises `NotFound` where no stage has failed, `BadInput` where this one cannot be run here.
+    The worker has the present state: an update that failed in its third step has taken two. One rank runs alone: sums
+    over ranks are over its own rows, and a model that was sharded gives the same numbers within rounding. Raises
+    `NotFound` where no stage has failed, `BadInput` where the stage cannot be run here.
     """
     failed = runner.failures.last()
     runner.check_driver()
@@ -161,13 +160,13 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu"
     return output if isinstance(output, Output) and output.value is None else output.value
 
 
-# rollout workers hold the actor's weights: in their place the actor generates
+# rollout workers have the actor's weights, so the actor generates in their place
 ROLE_OF = {ROLLOUT: "actor"}
 
 
 @contextmanager
 def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
-    """The host of an inline workbench; the state of the role is put back at the end."""
+    """Yield the host of an inline workbench; put the role's state back at the end."""
     backend = runner.hosts.backend
     assert isinstance(backend, InlineBackend)
     roles = [call.role] if call.role in runner.groups.by_role else []
@@ -176,7 +175,7 @@ def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
 
 
 class _Beside(InlineBackend):
-    """A host in the kernel that pulls from those of a workbench."""
+    """A host in the kernel that pulls rows and state from the hosts of a workbench."""
 
     def __init__(self, live: Backend) -> None:
         super().__init__()
@@ -190,7 +189,7 @@ class _Beside(InlineBackend):
 
 @contextmanager
 def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str | None) -> Iterator[Host]:
-    """A host in this process with a worker of the role, in the state of the live one."""
+    """Yield a host in this process with a worker of the role, in the state of the live one."""
     role, spec = _role(runner.hosts.description, failed, call)
     worker_class = spec.worker if spec.worker and role != "numeric" else ROLE_WORKERS[role]
     if not hasattr(worker_class, call.method):
@@ -221,21 +220,21 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
 
 
 def _role(description: Description, failed: FailedStage, call: Call) -> tuple[str, Model]:
-    """Whose worker carries out the call in one process, and its model."""
+    """Return the role whose worker carries out the call in one process, and its model."""
     role = ROLE_OF.get(call.role, call.role)
     models = description.declared
     if role not in models and role != "numeric":
         raise BadInput(f"debug() of {failed.role}.{failed.stage}", f"the {role} was dropped", f"lab.add({role!r}, ...)")
     spec = models[description.lead if role == "numeric" else role]
     if role == "actor" and spec.generation is not None:
-        # an engine takes memory, and a while to start: only for what asks something of it
+        # an engine takes memory and time to start: only operations that generate get one
         generation = replace(spec.generation, tensor_parallel_size=1) if failed.operation.generates else None
         spec = spec.changed(generation=generation)
     return role, spec
 
 
 def _take_state(runner: StageRunner, role: str, host: Host) -> None:
-    """Give the worker what the live ranks hold together; their own goes on as it is."""
+    """Give the worker the state that the live ranks hold together; their own state stays as it is."""
     hosts, group = runner.hosts, runner.groups.by_role[role]
     runner.groups.check_alive(group)
     runner.scheduler.drain()

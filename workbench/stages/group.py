@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 Assign = Callable[[str, Mapping[str, Any]], None]
-"""Of a role, fields of its training and their new values: checks them, and has them hold from the next stage on."""
+"""Called with a role and new values of training fields: checks them; they take effect with the next stage."""
 
 
 class Caller(Protocol):
@@ -84,28 +84,28 @@ class GroupOperation:
         return inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises.
+        """Run the operation and wait; inside `with lab.overlap():`, submit it and return a promise of its result.
 
-        timeout_s: `StageTimeout` when its ranks take longer; they end what they began, and the result is dropped.
+        timeout_s: raises `StageTimeout` when ranks take longer; they finish what they began, and the result is dropped.
         """
         self._asked.take_edits()
         now = self.now
         return now.caller.call(now.group, now.operation, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Run:
-        """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
+        """Run the operation in the background. Returns a `Run`: await it, wait for it, or give it to the next stage."""
         self._asked.take_edits()
         now = self.now
         return now.caller.submit(now.group, now.operation, args, kwargs)
 
     @property
     def now(self) -> GroupOperation:
-        """The operation that carries it out now: rollout workers come and go."""
+        """The operation that carries out the call now: rollout workers come and go."""
         return self._asked.operations.get(self.operation.name, self)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """All arguments by name, checked, and how many samples a row are asked for; neither the batch nor `timeout_s`,
-        which every operation takes, is among them."""
+        """Return all arguments by name, checked, and the number of samples per row; without the batch and `timeout_s`,
+        which every operation takes."""
         own = dict(kwargs)
         own.pop("timeout_s", None)
         samples = own.pop("samples", 1) if self.operation.samples else 1
@@ -113,25 +113,25 @@ class GroupOperation:
         arguments = checked_arguments(self.operation, self.group.role, args, own)
         if samples > 1 and arguments.get("resume"):
             raise BadInput(f"samples={samples} with resume=True", "its rows are responses already", "leave samples out")
-        if arguments.get("function", self) is None:  # a role that is a function scores with it
+        if arguments.get("function", self) is None:  # the role's own function scores
             arguments["function"] = self.group.spec.function
         if self.operation.check_model is not None:
             self.operation.check_model(arguments, self.group.spec)
         return arguments, samples
 
     def check_columns(self, arguments: Mapping[str, Any], names: Collection[str]) -> None:
-        """Raise `BadInput` where a batch with columns of these names will not do for these arguments."""
+        """Raise `BadInput` where a batch with columns of these names does not suit these arguments."""
         if self.operation.check_columns is not None:
             self.operation.check_columns(arguments, self.group.spec, names)
 
     def deal_rows(self, rows: int) -> tuple[list[Chunks], list[int]]:
-        """The row numbers of each rank, one array a minibatch, and the ranks whose outputs make the result.
+        """Return the row numbers of each rank, one array per minibatch, and the ranks whose outputs make the result.
 
-        Raises `BadInput` where the rows cannot be dealt out: minibatches that do not divide them, a rank without any.
+        Raises `BadInput` where rows cannot be dealt out: minibatches that do not divide them, or a rank without rows.
         """
         group, operation, where = self.group, self.operation, f"{self.group.role}.{self.operation.name}"
         wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
-        # only updates need equal minibatches; inference follows their cut where there is one, see Training
+        # only updates need equal minibatches; inference uses the same cut where it can, see Training
         parts = len(operation.protocol.collect(group.layout))
         follows = rows % wanted == 0 and rows // wanted >= parts
         minibatches = minibatch_rows(rows, wanted if operation.updates or follows else 1)
@@ -148,8 +148,8 @@ class GroupOperation:
         return dealt, collected
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
-        """A short text that is equal for equal code, arguments and models, functions that score among them, with what
-        these use by name, see `code_behind`; empty for what is done by hand."""
+        """Return a short text that is equal for equal code, arguments and models, including functions that score and
+        the code they use by name, see `code_behind`; "" for what the user does by hand."""
         if self.operation.by_hand is not None and self.operation.by_hand(arguments):
             return ""
         method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
@@ -176,9 +176,9 @@ class GroupOperation:
 class WorkerGroup:
     """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
 
-    layout: of its ranks, for the protocols of its operations.
-    worker_role: whose workers carry out its operations. Its own; but where the actor has an adapter and no other
-    reference is declared, the reference is the actor without it, and holds nothing of its own.
+    layout: of its ranks, for the protocols of its operations. worker_role: the role whose workers carry out its
+    operations. Normally its own; where the actor has an adapter and no other reference is declared, the reference is
+    the actor without the adapter, and holds nothing of its own.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class WorkerGroup:
         self.become(spec, worker_class)
 
     def become(self, spec: Model, worker_class: type) -> None:
-        """Have the operations of a worker class as it is now, and no others."""
+        """Replace the operations by those that a worker class has now."""
         for name in self.operations:
             delattr(self, name)
         self.spec, self.worker_class, self.operations = spec, worker_class, {}
@@ -210,7 +210,7 @@ class WorkerGroup:
 
     @property
     def modules(self) -> set[str]:
-        """Where the code of its operations is written, but for what that imports."""
+        """The modules that define its operations, without the modules that these import."""
         parts = (*self.worker_class.__mro__, self.spec.function)
         return {getattr(part, "__module__", None) or "" for part in parts if part is not None}
 
@@ -219,13 +219,13 @@ class WorkerGroup:
         self._caller.take_edits()
 
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
-        """Set where its ranks are now."""
+        """Set the pool, hosts and layout of its ranks."""
         self.pool, self.hosts, self.layout = pool, hosts, layout
 
     @property
     def training(self) -> LiveTraining:
-        """How the role is trained now. An assignment holds from the next stage on:
-        `lab.actor.training.learning_rate = 5e-6`; `lab.history.changes()` lists them."""
+        """The role's training settings now. An assignment takes effect from the next stage on:
+        `lab.actor.training.learning_rate = 5e-6`; `lab.history.changes()` lists assignments."""
         return LiveTraining(self.role, lambda: self.spec.training, self._assign)
 
     @training.setter
@@ -243,8 +243,8 @@ class WorkerGroup:
 
     @checked_call("group.move")
     def move(self, pool: str, devices: PositiveInt | None = None) -> Any:
-        """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: of the
-        pool, where there is none of that name yet. See `lab.move`."""
+        """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: how many
+        a new pool of that name gets. See `lab.move`."""
         return self._caller.move(self._caller.placement.with_role(self.worker_role, pool, devices))
 
     @checked_call("group.relayout")
@@ -253,7 +253,7 @@ class WorkerGroup:
         return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
 
     def take_back(self) -> None:
-        """Carry out all of its operations itself."""
+        """Make the group carry out all of its operations itself."""
         for name, operation in self._own.items():
             self.delegate(name, operation)
 
@@ -274,7 +274,7 @@ class WorkerGroup:
 
     @property
     def model(self) -> str:
-        """What its ranks hold, shortly."""
+        """A short text that says what its ranks hold."""
         shared = self.worker_role != self.role
         return f"{self.spec}, the {self.worker_role} without its adapter" if shared else str(self.spec)
 
@@ -292,11 +292,11 @@ class WorkerGroup:
 
 
 class LiveTraining:
-    """Reads and changes the `Training` of a role. Every value is checked at once; a wrong one changes nothing.
+    """Reads and changes the `Training` of a role. Every value is checked at once; a wrong value changes nothing.
 
-    The fields in `workbench.settings.training.LIVE` can be assigned. They go to the ranks with each update, so that all
-    ranks, and processes that are started later, have the same. An update that is under way keeps what it was called
-    with.
+    The fields in `workbench.settings.training.LIVE` can be assigned. Each update sends them to the ranks, so that all
+    ranks, and processes that start later, have the same settings. An update that is under way keeps the settings that
+    it was called with.
     """
 
     def __init__(self, role: str, now: Callable[[], Training | None], assign: Assign | None) -> None:
@@ -309,14 +309,14 @@ class LiveTraining:
         self.take({name: value})
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Assign several fields at once: those that must fit together, such as schedule and total_steps."""
+        """Assign several fields at once, such as schedule and total_steps, which have to fit together."""
         self._assign(self._role, values)
 
     def __eq__(self, other: object) -> bool:
         return bool(self._now() == (other._now() if isinstance(other, LiveTraining) else other))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies of it, and what is pickled, are the settings as they are now, which are frozen."""
+        """Copy and pickle as the present settings, which are frozen."""
         return replace, (self._now(),)
 
     __hash__ = None  # type: ignore[assignment]
@@ -329,11 +329,11 @@ class LiveTraining:
 
 
 class Groups:
-    """by_role: the groups. lead: the group whose tokenizer makes the tokens, and to whose hosts tables are put.
+    """by_role: the groups. lead: the group whose tokenizer makes the tokens, and whose hosts get tables.
 
-    caller: carries out the calls of the groups. delegate_rollout: called when the groups of rollout workers were made,
-    so that they generate for the actor. when_changed: called when a role was added or dropped. assign: changes the
-    training of a role, see `LiveSettings`.
+    caller: carries out the calls of the groups. delegate_rollout: called after the groups of rollout workers were made,
+    so that they generate for the actor. when_changed: called after a role was added or dropped. assign: changes the
+    training settings of a role, see `LiveSettings`.
     """
 
     lead: WorkerGroup
@@ -347,20 +347,20 @@ class Groups:
         self.assign: Assign
 
     def make(self) -> None:
-        """Make the groups of a workbench that is opened."""
+        """Make the groups of a workbench that is being opened."""
         self._refresh()
         self.lead = self.by_role[self._hosts.description.lead]
         place = self._hosts.place_of("numeric")
         self.numeric = WorkerGroup("numeric", *place, self.lead.spec, ROLE_WORKERS["numeric"], self._caller)
 
     def follow_hosts(self) -> None:
-        """Place all groups on the current hosts; handles of the roles that stay are valid."""
+        """Place all groups on the current hosts; handles of the roles that stay remain valid."""
         self._refresh()
         for group in (*self.by_role.values(), self.numeric):
             group.place(*self._hosts.place_of(group.worker_role))
 
     def take_new_code(self) -> None:
-        """Give the groups the operations that their worker classes have now."""
+        """Replace the groups' operations by those that their worker classes have now."""
         for role, (model, _) in self._wanted().items():
             self.by_role[role].become(model, model.worker or ROLE_WORKERS[role])
         self.numeric.become(self.numeric.spec, ROLE_WORKERS["numeric"])
@@ -369,23 +369,23 @@ class Groups:
 
     @property
     def compute_advantages(self) -> GroupOperation:
-        """The operation of no role."""
+        """The operation that belongs to no role."""
         return self.numeric.operations["compute_advantages"]
 
     def check_whole(self, group: WorkerGroup) -> None:
-        """Raise where the group cannot take a stage: the role was dropped, its pool was lost."""
+        """Raise where the group cannot take a stage: its role was dropped, or its pool was lost."""
         if group.dropped:
             there = f"the workbench has {', '.join(self.by_role)}"
             raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
         self._hosts.require_whole(group.pool, group.role)
 
     def check_alive(self, group: WorkerGroup) -> None:
-        """Raise where the group cannot take a stage, or the workbench is closed or another kernel's."""
+        """Raise where the group cannot take a stage, the workbench is closed, or another kernel drives it."""
         self._ownership.check_drives()
         self.check_whole(group)
 
     def _wanted(self) -> dict[str, tuple[Model, str]]:
-        """For each role its model, and the role whose workers carry out its operations."""
+        """Return for each role its model, and the role whose workers carry out its operations."""
         description = self._hosts.description
         wanted = {role: (model, role) for role, model in description.models.items()}
         if description.actor_is_reference:
@@ -393,7 +393,7 @@ class Groups:
         return wanted
 
     def _refresh(self) -> None:
-        """Make a group for each role that lacks one, and drop those of roles that are gone."""
+        """Make a group for each role without one, and drop the groups of roles that are gone."""
         wanted = self._wanted()
         for role, group in list(self.by_role.items()):
             if role not in wanted or group.worker_role != wanted[role][1]:
@@ -415,7 +415,7 @@ class Groups:
         place = self._hosts.place_of(worker_role)
         self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role, self.assign)
         if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
-            # an actor with a worker class of the user's may load other weights than rollout workers do
+            # an actor with the user's worker class may load other weights than rollout workers do
             own = role == ROLLOUT and self._hosts.description.models["actor"].worker is not None
             self._counters.weights[role] = Weights.fresh(0) if own else Weights(steps=0, state="")
         if role == ROLLOUT:

@@ -1,8 +1,8 @@
-"""What follows from runs that did not just end well: those that failed, were stopped, or whose kernel is gone. The same
-call again takes no step of an update twice, and draws no samples again.
+"""Handles runs that failed, were interrupted, or lost their kernel. The same call again takes no step of an update
+twice, and draws the same samples.
 
-A first reader of the stage path can skip this file. In it: the errors of runs that were interrupted; `Interrupted`,
-which remembers interrupted updates, so that the same call again goes on with their next step.
+Skip this file when you first read the stage path. It has the errors of interrupted runs, and `Interrupted`, which
+remembers interrupted updates, so that the same call again continues with their next step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ AGAIN = "the same call again goes on; a batch that it takes must be the same"
 
 
 def as_before(name: str) -> StageInterrupted:
-    """It left nothing, and its result was dropped."""
+    """Return the error for a run that changed nothing, and whose result was dropped."""
     return StageInterrupted(f"{name} was interrupted", AS_BEFORE, AGAIN)
 
 
 def after(name: str, part: UpdatePart) -> StageInterrupted:
-    """An update that was left between two of its steps."""
+    """Return the error for an update that stopped between two of its steps."""
     if not part.steps:
         return as_before(name)
     return StageInterrupted(
@@ -45,13 +45,13 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
 
 
 def parts_left(replies: Sequence[Reply], ranks: int) -> tuple[UpdatePart, ...]:
-    """How far ranks came with an update, where all of them left it between the same two steps; else empty."""
+    """Return how far the ranks came with an update, if all of them stopped between the same two steps; otherwise ()."""
     parts = tuple(reply.stopped for reply in replies if reply.stopped is not None)
     return parts if len(parts) == ranks and len({part.steps for part in parts}) == 1 else ()
 
 
 def say_where(error: WorkbenchError, part: UpdatePart) -> None:
-    """Add to the error of an update where it was left."""
+    """Add to the error of an update how many of its steps were taken."""
     if part.steps:
         left = f"it has taken optimizer step {part.steps} of {part.of}"
         again = "the same call again takes none of them twice"
@@ -63,7 +63,7 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
 
 
 def cut_short(name: str, *, updates: bool) -> StageInterrupted:
-    """Inline, where the second interrupt ends what this thread computes."""
+    """Return the error for an inline run whose computation in this thread a second interrupt ended."""
     if updates:
         rule = "it was left in the middle: what it updates may be half updated"
         return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
@@ -71,8 +71,8 @@ def cut_short(name: str, *, updates: bool) -> StageInterrupted:
 
 
 def of(run: Run) -> Exception:
-    """What an interrupt made of a run that is over: as before, or after which optimizer step. Where the run failed, its
-    own error."""
+    """Return the error for an interrupted run that is over: nothing changed, or after which optimizer step it stopped.
+    For a run that failed, its own error."""
     if run.state == "cancelled":
         return StageInterrupted(f"{run.name} was interrupted before it began", AS_BEFORE, AGAIN)
     if run.state == "done":
@@ -93,24 +93,24 @@ def of(run: Run) -> Exception:
 
 
 class Interrupted:
-    """unfinished: by role, the last update that was interrupted, or failed, or whose kernel is gone: the same call
-    again goes on with its next step, or gives its metrics. An update of another kind, or another state of the role,
-    ends it."""
+    """unfinished: by role, the last update that was interrupted, failed, or lost its kernel: the same call again
+    continues with its next step, or gives its metrics. An update of another kind, or another state of the role, ends
+    it."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters) -> None:
         self._hosts, self._ownership, self._counters = hosts, ownership, counters
         self.unfinished: dict[str, SentRun] = {}
         self._open: dict[str, SentRun] = {}  # by role, the update that has ended and is open in the journal
-        self._lock = threading.Lock()  # results are returned in the notebook's thread, runs end in the scheduler's
+        self._lock = threading.Lock()  # results return in the notebook's thread, runs end in the scheduler's
 
     # --- in this kernel -----------------------------------------------------------------------------------------------
 
     def clean_up(self, run: Run) -> None:
-        """After a run that failed: hosts forget its rows."""
+        """After a run that failed: have hosts drop its rows, and note how far an update came."""
         run.record_replies()
         role, weights = run.group.role, self._counters.weights
         if run.updates and role in weights and not (run.parts and not run.parts[0].steps):
-            # where ranks failed in the middle of a step, or apart, how far they came is not known
+            # where ranks failed in the middle of a step, or at different steps, their progress is unknown
             weights[role] = Weights.fresh(_steps(weights[role].steps, run.parts))
             if run.parts:
                 failed = any(reply.failure is not None for reply in run.replies)
@@ -121,11 +121,11 @@ class Interrupted:
         for shard in filter(None, (call.kept for call in run.calls)):
             self._hosts.backend.work(shard.host, "release", [shard.key])
         for host, call in zip(run.group.hosts, run.calls, strict=False):
-            if call.released:  # which the host may not have come to
+            if call.released:  # the host may not have got to them
                 self._hosts.backend.work(host, "release", call.released)
 
     def not_received(self, run: Run) -> None:
-        """A run has succeeded, and its caller did not get the result: the same call again must give it."""
+        """Note that the caller of a successful run did not get the result: the same call again must give it."""
         if run.updates and run.group.role in self._counters.weights and not run.writes:
             self._remember(_sent_run(run), run.parts, run.given)
             if run.over:
@@ -136,19 +136,19 @@ class Interrupted:
             self._draw_again(run)
 
     def _draw_again(self, run: Run) -> None:
-        """Have the same call draw the same samples again, if none were drawn since."""
+        """Have the same call draw the same samples again, if no samples were drawn since."""
         seed = _seed(run.calls)
         if len(seed) == 3:
             self._counters.draw_again(seed[1], seed[2])
 
     def _remember(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Have the same call of an update go on with its next step, or give its metrics if it came to its end."""
+        """Have the same call of an update continue with its next step, or give its metrics if it is complete."""
         weights = self._counters.weights[run.role]
         self.unfinished[run.role] = replace(run, weights=weights, parts=tuple(parts), result=result)
 
     def _take(self, run: Run, *, ended: bool) -> SentRun | None:
-        """The interrupted update of which this run is the same call. ended: whether to look for one that came to its
-        end."""
+        """Return the interrupted update of which this run is the same call. ended: whether to look for a complete
+        update."""
         role, weights = run.group.role, self._counters.weights.get(run.group.role)
         update = self.unfinished.get(role)
         if not run.updates or weights is None or update is None or (update.result is not None) != ended:
@@ -157,7 +157,7 @@ class Interrupted:
         return update if update.is_same_call(_sent_run(run), weights) else None
 
     def answer_ended(self, run: StageRun) -> None:
-        """End an update that was done when it was interrupted, with the metrics that it had."""
+        """End a run that repeats a complete, interrupted update, with the metrics of that update."""
         assert run.input is not None
         run.read, _ = run.input.part(run.operation.travelling(run.reads, run.input))
         if update := self._take(run, ended=True):
@@ -167,8 +167,8 @@ class Interrupted:
             run.answer(update.result, reported=reported)
 
     def sent(self, run: Run, calls: list[Call]) -> list[Call]:
-        """Record in the journal that a run goes to its hosts; the calls of an interrupted update go on with its next
-        step."""
+        """Record in the journal that a run goes to its hosts. Returns its calls; the calls of an interrupted update
+        continue with its next step."""
         self._ownership.record(sent=_sent_run(run, _seed(calls)))
         update = self._take(run, ended=False)
         if update is None:
@@ -179,8 +179,8 @@ class Interrupted:
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
     def open_updates(self, *, failed: bool = False) -> list[str]:
-        """The updates, as role.operation, that an interrupt left between two of their steps. failed: also those that
-        an error left there. Their settings can be changed, as the error may lie in them."""
+        """Return the updates, as role.operation, that an interrupt stopped between two of their steps. failed: also
+        those that an error stopped there. Settings of these can be changed, as they may have caused the error."""
         weights = self._counters.weights
         return [
             update.name
@@ -189,19 +189,19 @@ class Interrupted:
         ]
 
     def forget(self, *, behind: int | None = None) -> None:
-        """Weights were put back: an update that has left others cannot be gone on with. behind: nor one of the runs
-        behind this one."""
+        """After weights were put back, forget updates that belong to other weights. behind: also those of runs after
+        this number."""
         for role, update in [*self.unfinished.items(), *self._open.items()]:
             if (behind is not None and update.number > behind) or update.weights != self._counters.weights.get(role):
                 self.unfinished.pop(role, None)
                 self._close(role)
 
     # --- for a later kernel -------------------------------------------------------------------------------------------
-    # A run that was sent is open in the journal until its caller has its result. A stage of an algorithm is over in the
-    # entry that has the position, see `Ownership.together`; an update by hand once its metrics are returned.
+    # A sent run stays open in the journal until its caller has its result. A stage of an algorithm is closed by
+    # the entry with the position, see `Ownership.together`; an update by hand is closed when its metrics are returned.
 
     def over(self, run: Run) -> None:
-        """Record in the journal what came of a run that its ranks have ended."""
+        """Record in the journal the outcome of a run that its ranks have ended."""
         if self._ownership.journal is not None and run.batch is not None:
             run.batch.settle(wait=False)
         role, done_update = run.group.role, run.state == "done" and run.operation.updates
@@ -215,7 +215,7 @@ class Interrupted:
                 self._keep(update)
                 return
             if done_update:
-                self._close(role)  # an earlier one
+                self._close(role)  # an earlier update
             self._ownership.record(over=[run.number])
 
     def received(self, run: Run) -> None:
@@ -227,7 +227,7 @@ class Interrupted:
                 self._close(run.group.role)
 
     def _keep(self, update: SentRun) -> None:
-        """Keep an update open in the journal, with what came of it, in place of an earlier one of the role."""
+        """Keep an update open in the journal, with its outcome, in place of an earlier one of the role."""
         earlier, self._open[update.role] = self._open.get(update.role), update
         over = [] if earlier is None or earlier.number == update.number else [earlier.number]
         self._ownership.record(sent=update, over=over)
@@ -237,13 +237,13 @@ class Interrupted:
             self._ownership.record(over=[update.number])
 
     def take_over(self, run: SentRun) -> None:
-        """Go on with an update that another kernel knew to have ended, or to have stopped."""
+        """Continue an update that, as another kernel recorded, is complete or has stopped."""
         if run.role in self._counters.weights:
             self._remember(run, run.parts, run.result)
             self._open[run.role] = self.unfinished[run.role]
 
     def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Remember an update that ended, or stopped, after its kernel had ended."""
+        """Remember an update that completed, or stopped, after its kernel had ended."""
         weights = self._counters.weights
         if run.role not in weights or (parts and not parts[0].steps):
             return
@@ -254,7 +254,7 @@ class Interrupted:
 
 
 def _steps(before: int, parts: Sequence[UpdatePart]) -> int:
-    """How many optimizer steps a role has taken after parts of an update. before: it."""
+    """Return how many optimizer steps a role has taken after parts of an update. before: the steps before it."""
     if not parts:
         return before
     counted = parts[0].metrics.get("optimizer_steps")

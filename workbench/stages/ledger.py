@@ -1,4 +1,4 @@
-"""What a workbench counts, which kernel drives it, and what a later kernel goes on from."""
+"""The counters of a workbench, the record of which kernel drives it, and the journal for a later kernel."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from workbench.messages.metrics import Metrics, MetricValues, merge_metrics
 
 
 class Counters:
-    """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
-    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
-    metrics_ahead: by stage, of the iteration for which is generated ahead; None while none is. iterations_to_skip:
-    iterations that a resumed script is not to repeat. refused: whether a stage was refused in this iteration, and none
-    has run: the next draw takes its number."""
+    """run, batch, iteration: how many there were. draws: by iteration, the number of the last draw of samples. weights:
+    the current weights of each role whose weights may change. last_metrics: by stage, of this iteration. metrics_ahead:
+    by stage, of the iteration for which the actor generates ahead; None when it does not. iterations_to_skip:
+    iterations that a resumed script must not repeat. refused: whether a stage was refused in this iteration and none
+    has run: the next iteration then reuses its number."""
 
     def __init__(self) -> None:
         self.run = self.batch = self.iteration = self.iterations_to_skip = 0
@@ -32,26 +32,26 @@ class Counters:
         self.last_metrics: dict[str, MetricValues] = {}
         self.metrics_ahead: dict[str, MetricValues] | None = None
         self.refused = False
-        self._runs_before = 0  # this iteration
+        self._runs_before = 0  # when this iteration began
 
     @property
     def reported(self) -> dict[str, MetricValues]:
-        """Where a stage that is called now reports, by stage."""
+        """The metrics by stage to which a stage that is called now adds its own."""
         return self.last_metrics if self.metrics_ahead is None else self.metrics_ahead
 
     @property
     def next_iteration(self) -> int:
-        """The number of the iteration that a draw begins."""
+        """The number of the iteration that the next draw begins."""
         return self.iteration + (not self.refused)
 
     def begin_iteration(self, *, ahead: bool) -> None:
-        """Count the next iteration. ahead: its prompts were drawn before, for its number."""
+        """Count the next iteration. ahead: its prompts were drawn earlier, for its number."""
         self.iteration += ahead or not self.refused
         self.last_metrics = {}
         self.refused, self._runs_before = False, self.run
 
     def note_refused(self) -> None:
-        """A stage was refused before it was sent anywhere."""
+        """Note that a stage was refused before it was sent."""
         self.refused = self.iteration > 0 and self.run == self._runs_before
 
     def next_run(self) -> int:
@@ -64,12 +64,12 @@ class Counters:
         return draw
 
     def draw_again(self, iteration: int, draw: int) -> None:
-        """Give the next drawing this number again, if there was none since."""
+        """Give the next draw of samples this number again, if there was no later draw."""
         if self.draws.get(iteration) == draw:
             self.draws[iteration] -= 1
 
     def state(self) -> dict[str, Any]:
-        """Their values, for a checkpoint or a later kernel."""
+        """Return the values, for a checkpoint or a later kernel."""
         return {
             "run": self.run,
             "iteration": self.iteration,
@@ -79,17 +79,17 @@ class Counters:
         }
 
     def take_draws(self, state: Mapping[str, Any]) -> None:
-        """Go on with the draws that `state` gave."""
+        """Continue with the draws of a state that `state` returned."""
         self.draws = {state["iteration"]: state["draws"], **dict(state["draws_ahead"])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentRun:
-    """A stage that was sent to hosts, and whose result its caller does not have: an entry of the journal.
+    """A stage that was sent to hosts and whose caller does not have the result yet: a record in the journal.
 
-    read: the columns that an update read. drawn: (iteration, draw), where it drew samples. Of an update whose ranks
-    have ended it: parts, how far each rank came, where it was stopped, or failed, between two of its steps; result, its
-    metrics, where it came to its end; weights, as it left them. The same call again goes on from there.
+    read: the columns that an update read. drawn: (iteration, draw), if it drew samples. For an update that has ended:
+    parts: how far each rank came, if it stopped or failed between two of its steps; result: its metrics, if it is
+    complete; weights: those after it. The same call again continues from there.
     """
 
     number: int
@@ -108,16 +108,16 @@ class SentRun:
     failed: bool = False
 
     def is_same_call(self, later: SentRun, weights: Weights | None) -> bool:
-        """Whether a later run is the same call, on the same rows, of a role that has the weights that this one left."""
+        """Whether a later run is the same call, on the same rows, of a role that has the weights after this run."""
         same = (self.name, self.code, self.weights) == (later.name, later.code, weights)
         return same and self.read.keys() == later.read.keys() and all(
             column.location.same(later.read[name].location) for name, column in self.read.items()
         )  # fmt: skip
 
     def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
-        """Calls that go on with its next step. layout, result_ranks: as they are now."""
+        """Return calls that continue with the next step. layout, result_ranks: the present ones."""
         parts = self.parts
-        if layout != self.layout:  # it has moved since: the metrics so far go to one rank whose metrics count
+        if layout != self.layout:  # the role has moved since: give the metrics so far to one rank whose metrics count
             metrics: Metrics = {}
             for rank in self.result_ranks:
                 merge_metrics(metrics, parts[rank].metrics)
@@ -130,16 +130,16 @@ class SentRun:
 
 class Journal(Protocol):
     def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
-        """Append what has changed since the last entry. sent: a stage that now goes to its hosts, or more that is known
-        of it. over: numbers of stages whose results their callers have, or that left nothing."""
+        """Append the changes since the last entry. sent: a stage that now goes to its hosts, or news of one. over:
+        numbers of stages whose results their callers have, or that left nothing."""
 
 
 class Ownership:
     """One handle of a workbench, and whether this handle drives it.
 
-    controller: names this handle: two handles never give a shard the same name. drives: whether this kernel drives the
-    workbench, as of the last `notice_takeover`. journal: what a later kernel goes on from; None on the inline backend,
-    and where this kernel has only ever looked. closed: the handle was closed.
+    controller: names this handle; two handles never give shards the same name. drives: whether this kernel drives the
+    workbench, as of the last `notice_takeover`. journal: the record from which a later kernel continues; None on the
+    inline backend, and where this kernel has never driven the workbench. closed: whether the handle was closed.
     """
 
     def __init__(self, description: Description) -> None:
@@ -148,17 +148,17 @@ class Ownership:
         self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
         self._gathering: list[int] = []  # the threads that are inside `together`
-        self.has_position = False  # whether the result of a stage that is called now goes into an algorithm's position
+        self.has_position = False  # whether an algorithm's position gets the results of stages called now
         self._over: list[int] = []  # still to be appended
         self._lock = threading.Lock()
         self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
 
     def take(self) -> None:
-        """Record that this kernel drives it."""
+        """Record that this kernel drives the workbench."""
         registry.own(self._id, self.controller)
 
     def notice_takeover(self) -> None:
-        """Ask the registry whether another kernel has taken the workbench over; then this one never drives it again."""
+        """Ask the registry whether another kernel has taken over; then this kernel never drives the workbench again."""
         if self.journal is None or not self.drives:
             return
         stamp = registry.owner_stamp(self._id)
@@ -167,7 +167,7 @@ class Ownership:
             self.drives = owner is None or owner.controller == self.controller
 
     def record(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
-        """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
+        """Append the changes to the journal, if this kernel drives; see `Journal.append`."""
         if self.journal is None:
             return
         with self._lock:
@@ -182,7 +182,7 @@ class Ownership:
             self.journal.append(sent=sent, over=gathered)
 
     def keep_open(self, run: int) -> None:
-        """Do not append that this run is over, which was to be appended at the end of `together`."""
+        """Keep this run open in the journal, although `together` was going to append at its end that it is over."""
         with self._lock:
             self._over = [number for number in self._over if number != run]
 
@@ -193,10 +193,10 @@ class Ownership:
 
     @contextmanager
     def together(self, *, has_position: bool = True) -> Iterator[None]:
-        """Inside, changes are appended at the end, as one entry, and so is that stages are over: a kernel that ends in
-        between leaves none of them. That a stage is sent is appended at once, and so are changes by other threads.
-        has_position: the entry has the results of the stages that are called inside; those of several that a function
-        calls it does not have."""
+        """Append the changes made inside, and the ends of stages, at the end as one entry: a kernel that ends in
+        between leaves none of them. The sending of a stage, and changes by other threads, are appended at once.
+        has_position: whether the entry has the results of the stages called inside; False for stages that a function
+        calls."""
         thread, before = threading.get_ident(), self.has_position
         self._gathering.append(thread)
         self.has_position = has_position
@@ -208,7 +208,7 @@ class Ownership:
             self.record()
 
     def check_open(self) -> None:
-        """Raise `NotFound` where it is closed."""
+        """Raise `NotFound` where the workbench is closed."""
         if self.closed and not self.drives:
             again = (
                 f"wb.attach({self._name!r}) looks again, wb.attach({self._name!r}, take_over=True) drives it from here"
@@ -218,7 +218,7 @@ class Ownership:
             raise NotFound(f"workbench {self._name!r} is closed", "", "open it again with wb.open(...)")
 
     def check_drives(self) -> None:
-        """Raise `NotFound` where it is closed, `NotDriving` where another kernel drives it."""
+        """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it."""
         self.check_open()
         self.notice_takeover()
         if not self.drives:

@@ -1,4 +1,4 @@
-"""Settings that are changed while a workbench lives: checked, recorded, and kept for a later kernel."""
+"""Settings that change while a workbench lives: checked, recorded, and kept for a later kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _by: ContextVar[str] = ContextVar("_by", default="")
 
 @contextmanager
 def changed_by(what: str) -> Iterator[None]:
-    """Inside, settings are changed by something else than a cell, such as "the panel": recorded with them."""
+    """Inside, record that settings are changed by `what`, such as "the panel", and not by a cell."""
     token = _by.set(what)
     try:
         yield
@@ -33,19 +33,19 @@ def changed_by(what: str) -> Iterator[None]:
 
 
 class LiveSettings:
-    """Carries out assignments to `lab.<role>.training`, and records those to the fields of algorithms.
+    """Carries out assignments to `lab.<role>.training`, and records assignments to the fields of algorithms.
 
-    A role's settings are part of the workbench's description: checkpoints, moves and later kernels have them from
-    there, and each update takes them to its ranks.
+    A role's settings are part of the workbench's description: checkpoints, moves and later kernels read them there, and
+    each update sends them to its ranks.
     """
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner, self._hosts = runner, runner.hosts
-        self.count = 0  # of changes, for what shows them
-        self.others: dict[str, None] = {}  # changes that no row of settings holds, in words
+        self.count = 0  # of changes, for displays of them
+        self.others: dict[str, None] = {}  # changes, as texts, that no row of settings has
 
     def retrain(self, role: str, values: Mapping[str, Any]) -> None:
-        """Change fields of a role's training. `BadInput`, with nothing changed, where it cannot be."""
+        """Change fields of a role's training. Raises `BadInput`, with nothing changed, where that is impossible."""
         self._runner.ownership.check_drives()
         with self._hosts.changing:
             before, changed = self._retrain(role, values)
@@ -57,7 +57,7 @@ class LiveSettings:
             print(doubt)
 
     def _retrain(self, role: str, values: Mapping[str, Any]) -> tuple[Training, list[str]]:
-        """The settings before, and the names of the fields that have changed."""
+        """Return the settings before the change, and the names of the fields that have changed."""
         description = self._hosts.description
         model = description.models.get(role)
         first = f"lab.{role}.training.{next(iter(values))} = {shown(next(iter(values.values())))}"
@@ -87,7 +87,7 @@ class LiveSettings:
         return before, changed
 
     def note(self, setting: str, before: Any, after: Any, *, noted: bool = False) -> None:
-        """Record that a setting was changed, when, and by which cell. noted: whether `note_settings` has its value."""
+        """Record that a setting was changed, when, and by which cell. noted: whether `note_settings` records it."""
         cell, iteration, kept = running_cell(), self._runner.counters.iteration, _plain(after)
         self.count += 1
         if not noted:
@@ -100,7 +100,7 @@ class LiveSettings:
 
 
 def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> None:
-    """Raise for a field that there is not, and for one that is fixed when the role's engine is made."""
+    """Raise for an unknown field, and for a field that is fixed when the role's engine is made."""
     known = [field.name for field in fields(training)]
     for name, value in values.items():
         where = f"lab.{role}.training.{name}"
@@ -126,7 +126,7 @@ def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> Non
 
 
 def _plain(value: Any) -> Any:
-    """A value as an event holds it: a number, a text, numbers and texts by name, or what `repr` says."""
+    """Return a value in the form of an event: a number, a text, a dict of these, or else its name or repr."""
     if isinstance(value, Mapping) and all(isinstance(one, bool | int | float | str) for one in value.values()):
         return {str(name): one for name, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):

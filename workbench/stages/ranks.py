@@ -1,4 +1,4 @@
-"""The ranks of a run: their progress, their replies, and one error for all that failed."""
+"""The ranks of a run: their progress, their replies, and one error for all ranks that failed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from workbench.batches.batch import Batch
     from workbench.stages.run import Run
 
-ASK_S = 0.2  # between two questions to one host
-STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
+ASK_S = 0.2  # between two status calls to one host
+STATUS_S = 1.0  # how long an error waits for the status of ranks
 STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
 
 
 class RankWatch:
     """The ranks of a run, from `Run.send` on.
 
-    answers: theirs, by rank. working: the ranks that have not answered. failed: those that have, with an error. unit:
-    what they count, micro-batches or rows.
+    answers: by rank. working: the ranks that have not answered. failed: the ranks that answered with an error. unit: of
+    their progress: micro-batches or rows.
     """
 
     def __init__(self, hosts: Sequence[str], unit: str) -> None:
@@ -41,7 +41,7 @@ class RankWatch:
         self._asked_s: dict[str, float] = {}
 
     def begin(self) -> None:
-        """All of them have their calls."""
+        """Note that all ranks have their calls."""
         self.working = list(range(len(self.answers)))
         self.note_progress()
 
@@ -51,22 +51,22 @@ class RankWatch:
 
     @property
     def outstanding(self) -> list[Pending]:
-        """Answers that are still to come."""
+        """The answers that are still to come."""
         return [self.answers[rank] for rank in self.working]
 
     @property
     def progressed(self) -> tuple[int, int, int]:
-        """What the first rank has done, of how much, and its tokens; zeros: nothing is known."""
+        """The units that the first rank has done, their total, and its tokens; zeros: unknown."""
         status = next(iter(self._seen.values()), None)
         return status[1:] if status else (0, 0, 0)
 
     @property
     def counted(self) -> tuple[int, int]:
-        """What the first rank has done, and of how much; (0, 0) where it is not counted."""
+        """The units that the first rank has done, and their total; (0, 0) where nothing is counted."""
         return self.progressed[:2] if self._seen else self.counts.seen
 
     def look(self, backend: Backend) -> bool:
-        """Whether some are still at work."""
+        """Take in new answers, and return whether some ranks are still at work."""
         done, answers = set(backend.wait(self.outstanding, 0.0)), self.answers
         failed = [rank for rank in self.working if answers[rank] in done and _failed(answers[rank])]
         self.failed = sorted(self.failed + failed)
@@ -74,15 +74,15 @@ class RankWatch:
         return bool(self.working)
 
     def quiet_s(self, backend: Backend, *, ending: bool) -> float:
-        """For how long no rank has shown progress, where they are to end: a rank failed, or all are to stop. Asks them
-        how far they are, without waiting for the answer."""
+        """Return for how many seconds no rank has made progress, while they are to end: a rank failed, or all are to
+        stop. Asks ranks for their status, without waiting for the answers."""
         hosts = [self._hosts[rank] for rank in self.working]
         if self._ask(backend, hosts if ending else hosts[:1]) or not ending:
             self.note_progress()
         return time.monotonic() - self._quiet_since
 
     def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
-        """Whether one of them has made progress."""
+        """Ask hosts for their status; return whether an earlier answer shows progress."""
         got_on = False
         for host in hosts:
             asked = self._asked.get(host)
@@ -97,7 +97,7 @@ class RankWatch:
         return got_on
 
     def at(self, backend: Backend) -> str:
-        """What each rank is doing, in words."""
+        """Return what each rank is doing, in words."""
         asked = {rank: backend.ask(self._hosts[rank], "status") for rank in self.working}
         backend.wait(list(asked.values()), STATUS_S)
         said = []
@@ -105,7 +105,7 @@ class RankWatch:
             text = "had finished"
             if rank in asked:
                 text = f"did not answer in {STATUS_S:g} s"
-                with contextlib.suppress(Exception):  # of one rank: the others' answers count
+                with contextlib.suppress(Exception):  # one rank failed; the answers of the others count
                     if asked[rank].done():
                         busy, done, total, _ = asked[rank].result()
                         text = f"was at {busy or 'the end'}" + (
@@ -115,7 +115,7 @@ class RankWatch:
         return "; ".join(said)
 
     def collect(self) -> tuple[list[Reply], dict[int, Failure], HostDied | None]:
-        """The replies that are there, the failures among them by rank, and the end of a host, if one has ended."""
+        """Return the replies so far, the failures among them by rank, and the error of a host that has ended."""
         replies, failures, dead, working = list[Reply](), dict[int, Failure](), None, set(self.working)
         for rank, pending in enumerate(self.answers):
             if rank in working:
@@ -132,7 +132,7 @@ class RankWatch:
 
 
 class Counts:
-    """Progress of the inline backend's rank. Not part of the run, because hosts keep a reference to it."""
+    """Progress of the inline backend's rank. It is not part of `Run`, because hosts keep a reference to it."""
 
     def __init__(self) -> None:
         self.seen = (0, 0)
@@ -140,14 +140,14 @@ class Counts:
         self._until, self._timeout_s = float("inf"), 0.0
 
     def limit(self, until: float, timeout_s: float) -> None:
-        """Raise `StageTimeout` where a rank counts after `until`, monotonic."""
+        """Raise `StageTimeout` when a rank counts after `until` (monotonic seconds)."""
         self._until, self._timeout_s = until, timeout_s
 
     def count(self, done: int, total: int, tokens: int) -> None:
-        """Called by the rank."""
+        """Note the progress; the rank calls this."""
         self.seen = (done, total)
         self.report(done, total, tokens)
-        if time.monotonic() > self._until:  # here a stage can be left: between micro-batches, between rows
+        if time.monotonic() > self._until:  # a stage can stop here: between micro-batches, between rows
             self._until = float("inf")
             raise StageTimeout(f"it took longer than timeout_s={self._timeout_s:g}", f"it had done {done} of {total}")
 
@@ -155,7 +155,7 @@ class Counts:
 def _failed(pending: Pending) -> bool:
     try:
         return pending.result().failure is not None
-    except Exception:  # a host that is gone, an answer that cannot be read
+    except Exception:  # the host is gone, or its answer cannot be read
         return True
 
 
@@ -163,8 +163,8 @@ def _failed(pending: Pending) -> bool:
 
 
 def one_error(run: Run, failures: Mapping[int, Failure]) -> WorkbenchError:
-    """Of the first cause's own class where it is ours, else a `StageError`; equal causes are reported as one. The
-    frames on the ranks are its `failure`, and a note for tracebacks. Ranks that failed with another are left out."""
+    """Return one error for all failed ranks, of the first cause's class if it is ours, else a `StageError`. Equal
+    causes count once. Its `failure` and a note have the frames. Ranks that failed because a peer did are left out."""
     failures = {n: f for n, f in failures.items() if f.kind != PeerFailed.__name__} or failures
     alike: dict[object, list[int]] = {}
     for rank, failure in failures.items():
@@ -190,9 +190,9 @@ def one_error(run: Run, failures: Mapping[int, Failure]) -> WorkbenchError:
 
 
 def too_many_failed(run: Run, failed: Mapping[int, FailedRows], batch: Batch) -> WorkbenchError:
-    """The error of a stage for too many of whose rows a function of the user's failed.
+    """Return the error of a stage in which the user's function failed for too many rows.
 
-    failed: of each rank that has such rows. batch: with the columns of all rows.
+    failed: by rank, the failed rows of the ranks that have some. batch: with the columns of all rows.
     """
     count = sum(one.count for one in failed.values())
     in_order = sorted(failed, key=lambda rank: failed[rank].row)
@@ -225,7 +225,7 @@ def _rank_failure(ranks: list[int], failures: Mapping[int, Failure]) -> RankFail
 
 
 def input_failed(consumer: str, producer: str, error: BaseException | None) -> WorkbenchError:
-    """The error of a stage that needs the result of another. error: that one's; None: it was cancelled."""
+    """Return the error of a stage that needs the result of another. error: of that stage; None: it was cancelled."""
     if isinstance(error, HostDied):
         return HostDied(f"{consumer} was not run: {error.value}", error.rule, error.remedy)
     if isinstance(error, UpstreamError):  # the first cause is further up
@@ -233,7 +233,7 @@ def input_failed(consumer: str, producer: str, error: BaseException | None) -> W
         cause.__cause__ = error.__cause__
         return cause
     words = f"{producer} was cancelled" if error is None else said(error)
-    # errors of ours name their stage already
+    # workbench errors name their stage already
     cause = UpstreamError(f"{consumer} was not run", words if producer in words else f"{producer}: {words}")
     cause.__cause__ = error
     return cause

@@ -1,4 +1,4 @@
-"""What a caller holds of a stage under way: a future with progress, result and error; and the log of stage calls."""
+"""The caller's handle of a stage under way: a future with progress, result and error; and the log of stage calls."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Run:
-    """One call a rank of one group. `result()` waits; `await run` waits without blocking the notebook; the run, or its
-    `batch`, can be given to the next stage at once.
+    """One stage call: one `Call` per rank of a group. `result()` waits; `await run` waits without blocking the
+    notebook; the run, or its `batch`, can be given to the next stage at once.
 
     stage: the name of its operation; name: with its role. arguments: all by name, defaults among them. updates: whether
     the role's later stages wait for it. code: a text that is equal for equal code and arguments. reads, writes:
     columns. result_ranks: the ranks whose outputs and metrics make the result. reported_as: the name under which its
-    metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: what it
-    was given, until it has ended, and what it makes.
-    Once it is done: made and meta, the columns that it made and what travels along; metrics, what its ranks reported;
-    given, the result of an update; read, the columns that an update read. parts: of an update that was left between
-    two steps, how many each rank took. Unix times are 0.0 until then.
+    metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: the
+    batch it was given (until it has ended) and the batch it makes. Once it is done: made, meta: the columns and the
+    meta that it made; metrics: from its ranks; given: the result of an update; read: the columns that an update read.
+    parts: of an update that stopped between two steps, how many steps each rank took. Unix times are 0.0 until they are
+    known.
     """
 
     number, submitted_s, started_s, ended_s = 0, 0.0, 0.0, 0.0
@@ -81,16 +81,16 @@ class Run:
         self.read: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
-        self.dependents: list[weakref.ref[BatchHandle]] = []  # batches that wait for it
+        self.dependents: list[weakref.ref[BatchHandle]] = []  # batches that wait for this run
         self.ranks = RankWatch(group.hosts, "rows" if stage in COUNT_ROWS else "micro-batches")
         self._inputs: list[Run] = []
         self._cleaned = False
         self._over = threading.Event()
-        self._abandoned = ""  # why its result is not wanted any more
-        self._stopping = False  # whether its ranks were asked to leave it
-        self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
+        self._abandoned = ""  # why its result is no longer wanted
+        self._stopping = False  # whether its ranks were asked to stop
+        self._clock_s = 0.0  # monotonic, the start of `timeout_s`
 
-    # --- for those who wait -------------------------------------------------------------------------------------------
+    # --- state and waiting --------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -103,22 +103,22 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
+        """Whether `result` returns, or raises, immediately."""
         return self.future.done()
 
     @property
     def over(self) -> bool:
-        """Whether its ranks have ended it, or are lost: a run that was cancelled, or is late, is `done` before."""
+        """Whether its ranks have ended, or are lost. A run that was cancelled, or is late, is `done` earlier."""
         return self._over.is_set()
 
     @property
     def given_up(self) -> bool:
-        """Whether its ranks still compute what nobody waits for."""
+        """Whether its ranks still compute a result that nobody waits for."""
         return bool(self._abandoned) and not self.over
 
     @property
     def error(self) -> str:
-        """What ended it, in one line; empty unless it failed or was cancelled."""
+        """The reason of its end, in one line; empty unless it failed or was cancelled."""
         if self.future.cancelled():
             return self._abandoned or "it was cancelled"
         error = self.future.exception() if self.future.done() else None
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def waits_for(self) -> Run | None:
-        """The run under way that this one waits for: one that makes an input, or has its pool."""
+        """The run under way that this one waits for: it makes an input, or has its pool."""
         runs = self._inputs
         if self.state == "waiting":
             others = self.runner.scheduler.open_runs()
@@ -135,38 +135,38 @@ class Run:
 
     @checked_call("run.result")
     def result(self) -> Any:
-        """Wait: the batch's next version, an update's metrics, or what ranks returned.
+        """Wait, and return the batch's next version, an update's metrics, or the values that ranks returned.
 
         Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended,
-        `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
-        raises `StageInterrupted`, which says what was done; a second one stops the waiting too.
+        `UpstreamError` when an input failed. An interrupt stops the run at the next safe place, waits for that, and
+        raises `StageInterrupted`, which says what was done; a second interrupt ends the waiting, too.
         """
         with self.progress() as bar, interruptible(self) as presses:
             return receive(self, bar, presses)
 
     def __getitem__(self, metric: str) -> Any:
-        """A metric of an update, for which it waits, as reading a batch does."""
+        """Return a metric of an update, after waiting for the update, as reading a batch does."""
         return self.result()[metric]
 
     def get(self, metric: str, default: Any = None) -> Any:
-        """A metric of an update; `default` where it has none of that name."""
+        """Return a metric of an update; `default` where it has no metric of that name."""
         return self.result().get(metric, default)
 
     @checked_call("run.wait")
     def wait(self) -> Any:
-        """Wait as `result` does, for a caller that does not get the result yet."""
+        """Wait as `result` does, but do not count the result as received."""
         with self.progress() as bar, interruptible(self) as presses:
             return wait_for(self, bar, presses)
 
     def received(self) -> None:
-        """Note that its caller has its result."""
+        """Note that the caller has the result."""
         self.runner.interrupted.received(self)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return _wait_async(self).__await__()
 
     def record_replies(self) -> None:
-        """Record what its ranks reported, once."""
+        """Record what the ranks reported, once."""
         replies, self.unrecorded = self.unrecorded, []
         self.runner.record_replies(replies)
 
@@ -174,32 +174,31 @@ class Run:
         return Progress(self.name, unit=self.ranks.unit)
 
     def when_over(self, act: Callable[[], object]) -> None:
-        """Call `act` once it has ended, in whatever way; now, if it has."""
+        """Call `act` once the run is done, in whatever way; now, if it is."""
         self.future.add_done_callback(lambda _: act())
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it is over, in whatever way."""
+        """Wait until its ranks have ended, in whatever way."""
         self._over.wait(timeout_s)
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     @checked_call("run.cancel")
     def cancel(self) -> bool:
-        """Cancel it, without waiting: what has not begun is not begun, and its ranks leave it at the next place where
-        nothing is half done. An update that comes to its end all the same counts; other results are dropped. Stages
-        that need its result fail, and name it. Returns whether it had not ended yet.
-        """
+        """Cancel the run, without waiting: a run that has not begun never begins, and ranks stop at the next place
+        where nothing is half done. An update that completes nevertheless counts; other results are dropped. Stages that
+        need the result fail, and name this run. Returns whether the run had not ended yet."""
         if self.done:
             return False
-        if self.calls and self.leave_if_inline():  # the lock is with the thread that computes it
+        if self.calls and self.leave_if_inline():  # the thread that computes it holds the lock
             return True
-        with self.runner.scheduler.lock:  # not while it is being sent, or ended
+        with self.runner.scheduler.lock:  # not while the run is being sent, or ended
             if self.done:
                 return False
             self._abandoned = "it was cancelled"
             if self.future.cancel():
                 self.ended_s = time.time()
-                self.future.set_running_or_notify_cancel()  # wakes those who wait
+                self.future.set_running_or_notify_cancel()  # wakes its waiters
                 self._set_over()
                 self._forget()
             else:
@@ -207,8 +206,8 @@ class Run:
         return True
 
     def leave_if_inline(self) -> bool:
-        """Have it stop where this process computes it, without a lock; whether that is so. Called in the notebook's
-        thread, wherever that is."""
+        """Ask the run to stop, without a lock, if this process computes it; return whether it does. Called in the
+        notebook's thread, at any point of its code."""
         if not self.calls or self.done or self.runner.hosts.backend.name != "inline":
             return False
         self._abandoned = "it was cancelled"
@@ -230,7 +229,7 @@ class Run:
     def settle(self, result: Any) -> None:
         self._forget()
         self.ended_s = time.time()
-        with contextlib.suppress(InvalidStateError):  # late: its waiters have been woken
+        with contextlib.suppress(InvalidStateError):  # it was late: its waiters have been woken
             self.future.set_result(result)
         self._set_over()
         for dependent in self.dependents:
@@ -243,7 +242,7 @@ class Run:
         """End the run with an error; the first one counts."""
         cleaned, self._cleaned = self._cleaned, True
         try:
-            if isinstance(error, StageError) and error.batch is not None:  # its rows are kept
+            if isinstance(error, StageError) and error.batch is not None:  # its finished rows are kept
                 self.runner.interrupted.not_received(self)
             elif self.calls and not cleaned:
                 self.runner.interrupted.clean_up(self)
@@ -258,14 +257,14 @@ class Run:
         self._set_over()
 
     def _forget(self) -> None:
-        """Drop its inputs, so that batches which nobody else holds are released."""
+        """Drop its inputs, so that batches that nobody else holds are released."""
         self._inputs, self.input, self._then, self._cleaned = [], None, None, True
 
     def _set_over(self) -> None:
         self._over.set()
         try:
             self.runner.interrupted.over(self)
-        except Exception as error:  # what cannot be written down ends no run
+        except Exception as error:  # an error of the record does not end the run
             warnings.warn(f"after {self.name}: {shown(error, 400)}", stacklevel=2)
 
 
@@ -284,7 +283,7 @@ def interruptible(run: Run) -> Iterator[Presses]:
 
 
 def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
-    """The result of a run, or its error. After an interrupt: when its ranks have left it, `StageInterrupted`."""
+    """Return a run's result, or raise its error. After an interrupt, wait for its ranks; raise `StageInterrupted`."""
     while not (run.future.done() and (run.over or not presses.count)):
         if presses.count:
             run.cancel()
@@ -298,21 +297,21 @@ def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
 
 
 def receive(run: Run, bar: Progress, presses: Presses) -> Any:
-    """As `wait_for`, for the caller that gets the result."""
+    """Do as `wait_for`, and note that the caller has the result."""
     result = wait_for(run, bar, presses)
     run.received()
-    if presses.count:  # after the run had ended: the caller does not get it
+    if presses.count:  # interrupted after the run had ended: the caller does not get the result
         raise interrupted.of(run)
     return result
 
 
 async def _wait_async(run: Run) -> Any:
-    """The result of a run. Where the task is cancelled, the run is cancelled too, and the task ends when the ranks have
-    left it: the next call waits for nothing."""
+    """Return the result of a run. If the task is cancelled, the run is cancelled too, and the task ends when the ranks
+    have stopped, so that the next call need not wait."""
     waited = asyncio.wrap_future(run.future)
-    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # read here, in any case
+    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # retrieves its exception
     try:
-        while not waited.done():  # an interrupt of a notebook is handled when its loop wakes
+        while not waited.done():  # the notebook handles an interrupt when its event loop wakes
             await asyncio.wait([waited], timeout=SHOW_S)
     except asyncio.CancelledError as cancelled:
         run.cancel()
@@ -331,7 +330,7 @@ def _outcome(run: Run) -> Any:
         raise UpstreamError(f"{run.name} was not run: it was cancelled")
     error = run.future.exception()
     if error is not None:
-        raise error.with_traceback(None)  # it may be raised again, elsewhere
+        raise error.with_traceback(None)  # it may be raised again, in another place
     return run.future.result()
 
 
@@ -352,12 +351,11 @@ KEPT = 1000
 class RunRecord:
     """One stage call.
 
-    stage: as an algorithm calls it; operation: of its role. cell: the number of the notebook's cell that called it;
-    0 for none. state: waiting, running, done, failed, "from the store", "stopped" (by the user), or "not run" (what it
-    needs failed or was stopped, or it had not begun when it was stopped). done_units of total_units: micro-batches, or
-    rows, on one rank; 0 where they are not counted. batch: what it makes, for `lab.batch(...)`; "" for metrics. error:
-    what ended it.
-    aside: of a comparison or a check, after which all is as before.
+    stage: its name in the algorithm; operation: of its role. cell: the number of the notebook's cell that called it; 0:
+    no cell. state: waiting, running, done, failed, "from the store", "stopped" (by the user), or "not run" (an input
+    failed or was stopped, or it was stopped before it began). done_units of total_units: micro-batches, or rows, on one
+    rank; 0 where they are not counted. batch: the one it makes, for `lab.batch(...)`; "" for metrics. error: the reason
+    of its end. aside: whether it is part of a comparison or a check, which leaves no trace in training.
     """
 
     run: int
@@ -390,7 +388,7 @@ def _state(run: Run) -> str:
 
 
 class RunLog:
-    """The last stage calls of a workbench, newest last: the cell, the progress, the end. Holds no results."""
+    """The last stage calls of a workbench, newest last: their cells, progress and outcomes. Holds no results."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[RunRecord, weakref.ref[Run]]] = deque(maxlen=KEPT)
@@ -408,7 +406,7 @@ class RunLog:
         run.when_over(lambda: self._look(record, kept))
 
     def _look(self, record: RunRecord, kept: weakref.ref[Run]) -> RunRecord:
-        """Update the record from its run, unless that was garbage collected."""
+        """Update the record from its run, unless the run was garbage collected."""
         if (run := kept()) is not None and record.ended_s == 0.0:
             record.state = _state(run)
             record.done_units, record.total_units = run.ranks.counted
@@ -418,15 +416,15 @@ class RunLog:
         return record
 
     def records(self, iteration: int | None = None) -> list[RunRecord]:
-        """Those of an iteration, or all that are kept, in call order."""
+        """Return the records of an iteration (None: all that are kept), in call order."""
         with self._lock:
             entries = list(self._entries)
         return [self._look(*entry) for entry in entries if iteration in (None, entry[0].iteration)]
 
     def frame(self) -> pd.DataFrame:
-        """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended: see
-        `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that has not begun, or never
-        did."""
+        """Return the stages that this kernel called, one per row, in order: the cell that called it, its progress and
+        its outcome, see `RunRecord`. duration_s: the time since the stage began, or until it ended; 0 for a stage that
+        has not begun."""
         frame = pd.DataFrame(self.records(), columns=[*RunRecord.__dataclass_fields__])
         end_s = frame["ended_s"].where(frame["ended_s"] > 0, time.time())
         frame["duration_s"] = (end_s - frame["started_s"]).clip(lower=0.0).where(frame["started_s"] > 0, 0.0)

@@ -1,6 +1,6 @@
-"""A stage call from the notebook's side: `StageRunner` checks that it may be made, gives it its place, and runs it.
+"""A stage call from the notebook's side: `StageRunner` checks that it is allowed, puts it in order, and runs it.
 
-What happens to the call itself is in `workbench.stages.stage`, step by step.
+`workbench.stages.stage` has the steps of the call itself.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from workbench.support.validation import Rule
 from workbench.telemetry.store import TelemetryStore
 
 Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must be numbers by name", 'write {"mean": 1.0}')]
-# is told the meta of the rows that a stage gave rewards, and the rewards
+# called with the meta of the rows that a stage gave rewards, and the rewards
 ScoreListener = Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]
 
 
 class StageNames:
-    """What carries out stages, or writes them down, under names that an algorithm gives them."""
+    """A class that carries out or records stages, under names that an algorithm gives them."""
 
-    stage_name = ""  # "" for the operation's own
+    stage_name = ""  # "": the operation's own name
 
     def reported_as(self, stage: str) -> AbstractContextManager[None]:
-        """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
+        """Inside, report the metrics of calls under this name: an algorithm may call one operation in two stages."""
         return replaced(self, "stage_name", stage)
 
 
@@ -70,15 +70,15 @@ class StageRunner(StageNames):
         groups.assign = self.live.retrain
         self._reusing = False
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
-        self._drives = 0  # times that `driving` was entered
+        self._drives = 0  # how often `driving` was entered
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on all ranks of its group.
 
-        Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
-        at once: a batch that waits when it is read, or the `Run`.
+        Returns the batch's next version, an update's metrics, or the value of each rank. Inside `overlap()`, returns at
+        once a batch that waits when it is read, or the `Run`.
         """
         return self.carry_out(self.prepare(group, operation.name, args, kwargs))
 
@@ -89,7 +89,7 @@ class StageRunner(StageNames):
         return run
 
     def carry_out(self, run: StageRun) -> Any:
-        """Run what was prepared, as `call` says."""
+        """Run a prepared run, as `call` says."""
         self.batches.store.trim(lambda batch, path: files.write(path, batch))
         if not self.scheduler.overlaps:
             return run.run()
@@ -100,10 +100,10 @@ class StageRunner(StageNames):
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None,
         *, first: Callable[[], Sequence[Run]] = tuple, then: Callable[[], None] | None = None, as_update: bool = False,
     ) -> StageRun:  # fmt: skip
-        """The run of a call, checked and not yet sent.
+        """Return the run of a call, checked and not yet sent.
 
-        first: called once it is checked, gives runs that come before it. then: called when it has succeeded, before
-        waiters are woken. as_update: the role's later stages wait for it, as they do for updates.
+        first: called after the check; returns runs that come before this one. then: called after the run has succeeded,
+        before waiters are woken. as_update: the role's later stages wait for it, as they do for updates.
         """
         self.check_driver()
         self.groups.check_whole(group)
@@ -139,7 +139,7 @@ class StageRunner(StageNames):
         self.telemetry.append_event("run", run=run.number, stage=run.reported_as, **called)
 
     def _answer_from_store(self, run: StageRun) -> None:
-        """End a run with what the store has, where the same code has read the same columns with the same weights."""
+        """End a run with a batch of the store, if the same code has read the same columns with the same weights."""
         store, weights = self.batches.store, self.counters.weights
         if not run.code:
             return
@@ -163,13 +163,13 @@ class StageRunner(StageNames):
                 return
 
     def record_replies(self, replies: Sequence[Reply]) -> None:
-        """Record spans, transfers and syncs."""
+        """Record the spans, transfers and syncs of replies."""
         self.telemetry.append_spans(span for reply in replies for span in reply.spans)
         self.telemetry.append_transfers(transfer for reply in replies for transfer in reply.transfers)
         self.telemetry.append_syncs(sync for reply in replies for sync in reply.syncs)
 
     def report(self, stage: str, metrics: Metrics) -> None:
-        """Record metrics of a stage that is a function, beside the metrics of the operations."""
+        """Record metrics of a stage that is a function, like the metrics of operations."""
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
         self.counters.reported[stage] = values
@@ -178,9 +178,9 @@ class StageRunner(StageNames):
 
     @contextlib.contextmanager
     def driving(self, what: str, stopping: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Inside, only this thread calls stages: a panel's button and a cell do not mix their steps.
+        """Inside, only this thread may call stages, so that a panel's button and a cell do not mix their steps.
 
-        what: is doing it, for the `BadInput` that calls of other threads get. stopping: where it says so, the next call
+        what: the name of the driver, for the `BadInput` in other threads. stopping: when it returns True, the next call
         raises `StageInterrupted`.
         """
         self.check_driver()
@@ -190,12 +190,12 @@ class StageRunner(StageNames):
 
     @property
     def driver(self) -> str:
-        """What drives now, as `driving` was told; "" for cells."""
+        """The name of the current driver, as given to `driving`; "" for cells."""
         return "" if self._driver is None else self._driver[1]
 
     def check_driver(self) -> None:
-        """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop, `NotFound` where
-        the workbench is closed, `NotDriving` where another kernel drives it."""
+        """Raise `BadInput` while another thread drives, `StageInterrupted` where this thread is to stop, `NotFound`
+        where the workbench is closed, `NotDriving` where another kernel drives it."""
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -208,16 +208,16 @@ class StageRunner(StageNames):
             )
 
     def require_alone(self, what: str, rule: str) -> None:
-        """Raise `BadInput` inside `overlap()` and `kept()`, and as `check_driver` does."""
+        """Raise `BadInput` inside `overlap()` and `kept()`, and the errors of `check_driver`."""
         self.check_driver()
         if self.scheduler.overlaps:
             raise BadInput(f"{what} inside lab.overlap()", rule, "do it afterwards")
         self.snapshots.refuse(what, rule)
 
     def require_nothing_to_skip(self, what: str) -> None:
-        """Raise `BadInput` in a resumed script that is to do again what the checkpoint has seen already."""
+        """Raise `BadInput` in a resumed script that would repeat iterations from before the checkpoint."""
         skip, done = self.counters.iterations_to_skip, self.counters.iteration
-        if skip and not self.snapshots.open:  # what is put back afterwards may be done again
+        if skip and not self.snapshots.open:  # work that is put back afterwards may be repeated
             raise BadInput(
                 f"{what} in a run that is resumed after {done} iterations, of which {skip} come here",
                 "algo.run(n) and `for _ in lab.iterations(n)` leave out what was done before; other lines cannot tell",
@@ -227,21 +227,21 @@ class StageRunner(StageNames):
     # --- several at once ----------------------------------------------------------------------------------------------
 
     def open_runs(self) -> Sequence[Run]:
-        """What was called and has not ended, in call order."""
+        """Return the runs that were called and have not ended, in call order."""
         return [run for run in self.scheduler.called() if not run.done]
 
     def reuse(self) -> AbstractContextManager[None]:
-        """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
-        the store, and says so. Updates never are; generation only where a seed is given. Of what a function reads from
-        the notebook by name, functions, classes, numbers, texts and settings are part of its code; lists, dicts and
-        other objects are not."""
+        """Inside, answer a stage from the store, and say so, if its code, arguments, input columns and weights are
+        those of an earlier stage. Updates always run; so does generation without a seed. Of the notebook's names that a
+        function reads, functions, classes, numbers, texts and settings are part of its code; lists, dicts and other
+        objects are not."""
         return replaced(self, "_reusing", True)
 
     @contextlib.contextmanager
     def isolated(self, stage: str) -> Iterator[None]:
-        """Inside, stages run one by one, and report their metrics as `stage`: between two iterations, for what training
-        sees nothing of. Afterwards the iteration, the numbers of draws, `last_metrics`, the store and the kernel's
-        random state are as before. Weights are not put back: `lab.kept(...)` does that."""
+        """Inside, run stages one by one, and report their metrics as `stage`: between two iterations, for work that
+        training must not notice. Afterwards the iteration, the numbers of draws, `last_metrics`, the store and the
+        kernel's random state are as before. Weights are not put back: `lab.kept(...)` does that."""
         self.scheduler.wait()
         self.scheduler.drain()
         counters, batches = self.counters, self.batches
@@ -264,29 +264,29 @@ class StageRunner(StageNames):
 
 
 class Snapshots:
-    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. A later
-    kernel can go back to it."""
+    """open: the hosts of each snapshot that is kept now, and the optimizer steps of its roles, as plain values, so that
+    a later kernel can go back to the snapshot."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
         self.open: dict[str, dict[str, Any]] = {}
 
     def refuse(self, what: str, rule: str) -> None:
-        """Raise `BadInput` while one is open."""
+        """Raise `BadInput` while a snapshot is open."""
         if self.open:
             raise BadInput(f"{what} inside lab.kept()", rule, "do it afterwards")
 
     @contextlib.contextmanager
     def kept(self, *roles: str) -> Iterator[Callable[[], None]]:
         """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
-        end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
+        end: `with lab.kept("actor") as go_back:`; go_back() goes back earlier."""
         runner, counters, groups = self._runner, self._runner.counters, self._runner.groups.by_role
         for role in roles:
             if role not in groups:
                 raise BadInput(f"role {role!r}", f"this workbench has {', '.join(groups)}")
         runner.scheduler.drain()
         key, draws = f"kept-{secrets.token_hex(4)}", dict(counters.draws)
-        # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
+        # rollout workers hold the weights that they were sent last: they are not put back, but synced at their next use
         weights = {role: counters.weights[role] for role in roles if role in counters.weights and role != ROLLOUT}
         here = self._by_host(roles)
 
@@ -325,7 +325,7 @@ class Snapshots:
         settle(hosts.backend, steps, lambda _: None)
 
     def _by_host(self, roles: Sequence[str]) -> dict[HostInfo, list[str]]:
-        """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""
+        """Return the hosts that keep something, with their roles; a role without own workers has nothing to keep."""
         groups = self._runner.groups.by_role
         own = [role for role in roles if groups[role].worker_role == role]
         here = {

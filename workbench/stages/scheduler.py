@@ -1,5 +1,5 @@
-"""Decides when each run starts: a stage starts when its inputs are there and its pool is free, on one pool in call
-order. Inside `overlapping()`, which is `lab.overlap()`, calls return at once."""
+"""Decides when each run starts: when its inputs are there and its pool is free. On one pool, runs start in call order.
+Inside `overlapping()`, which is `lab.overlap()`, calls return at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ POLL_S = 0.05
 
 
 class Scheduler:
-    """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
-    given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
+    """Holds the runs that have not ended. A pool has one stage under way at a time, so that waiting runs can still be
+    cancelled, and an interrupt leaves no queued call. Runs of different pools overlap.
 
     A run that can start is sent by the thread that submits it. Another thread, which lives while runs are open, polls
     them and sends those that become ready.
@@ -31,30 +31,30 @@ class Scheduler:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self._open: list[StageRun] = []
-        self._unwaited: list[StageRun] = []  # of `overlapping()`
+        self._unwaited: list[StageRun] = []  # runs of `overlapping()` that nobody has waited for
         self.overlaps = False
         self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def submit(self, run: StageRun) -> None:
-        """Take a run on; it starts at once if it can."""
+        """Add a run, and start it at once if possible."""
         with self.lock:
             self._open.append(run)
             try:
                 self._advance()
-            finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
+            finally:  # after an interrupt, too, every run in the list is open and has a thread that polls it
                 self._open = [run for run in self._open if not run.over]
                 if self._open and self._thread is None:
                     self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
                     self._thread.start()
 
     def open_runs(self) -> Sequence[Run]:
-        """What has not ended, in call order."""
+        """Return the runs that have not ended, in call order."""
         with self.lock:
             return tuple(self._open)
 
     def called(self) -> Sequence[Run]:
-        """The runs that have not ended, and those of `overlapping()` that were not waited for."""
+        """Return the runs that have not ended, and those of `overlapping()` that nobody has waited for."""
         return list(dict.fromkeys((*self.open_runs(), *self._unwaited)))
 
     def drain(self) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
                 run.join()
 
     def close(self) -> None:
-        """Give up what has not ended, and wake its waiters."""
+        """Give up all runs that have not ended, and wake their waiters."""
         with self.lock:
             for run in self._open:
                 run.cancel()
@@ -82,7 +82,7 @@ class Scheduler:
                     return
                 outstanding = [pending for run in self._open if (pending := run.ranks.outstanding)]
             try:
-                if outstanding:  # with fewer answers than these none of the runs is over
+                if outstanding:  # no run can end before this many answers are there
                     every = [pending for some in outstanding for pending in some]
                     self._hosts.backend.wait(every, POLL_S, count=min(map(len, outstanding)))
                 else:
@@ -95,7 +95,7 @@ class Scheduler:
                 self._advance()
 
     def _advance(self) -> None:
-        """Poll what runs, send what can run, until nothing changes."""
+        """Poll the runs under way and send those that can start, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -111,7 +111,7 @@ class Scheduler:
                     if run.ranks.outstanding:
                         run.poll()
                     run.check_time()
-                except Exception as error:  # whatever it was, it ends this run and no other
+                except Exception as error:  # any error ends only this run
                     run.fail(error)
                 if run.over:
                     if run in self._open:
@@ -123,16 +123,16 @@ class Scheduler:
     # --- calls that return at once ------------------------------------------------------------------------------------
 
     def submit_unwaited(self, run: StageRun) -> None:
-        """Run it in the background; inside `overlapping()` it is waited for at the end."""
+        """Run in the background; inside `overlapping()`, its end waits for the run."""
         if self.overlaps:
             self._unwaited.append(run)
         run.submit()
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Inside, a stage's call returns at once, and it runs when its inputs are there and its pool is free.
+        """Inside, a stage's call returns at once, and the stage runs when its inputs are there and its pool is free.
 
-        So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
+        The same code thus runs stages of different pools at the same time. Waits for all of them at the end.
         """
         before, self.overlaps = self.overlaps, True
         try:
@@ -149,7 +149,7 @@ class Scheduler:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
+        """Wait for every stage of `overlap()`, and raise the error of the first one that failed."""
         runs, self._unwaited = self._unwaited, []
         errors = []
         for run in runs:
@@ -162,12 +162,11 @@ class Scheduler:
                 errors.append(error)
         if errors:
             raise errors[0]
-        for run in runs:  # only now does the caller go on, who has them
+        for run in runs:  # the caller has the results only now
             run.received()
 
     def _stop(self, error: BaseException) -> NoReturn:
-        """Stop the runs, wait for that, and raise one `StageInterrupted` that says how far the updates among them
-        came."""
+        """Stop the runs, wait for that, and raise one `StageInterrupted` that says how far each update came."""
         runs, self._unwaited = self._unwaited, []
         stopped = [run for run in runs if run.cancel()]
         for run in stopped:

@@ -1,15 +1,15 @@
-"""One call of an operation. The methods of `StageRun` stand in the order in which they happen:
+"""One call of an operation. The methods of `StageRun` are in the order in which they run:
 
     lab.actor.compute_log_prob(batch)
     check     arguments, batch and columns, in the caller's thread: nothing has been sent
-    enqueue   its number, its inputs, and the batch that it will make, which can be given to the next stage at once
-    plan      once its inputs are there and its pool is free: which rank gets which rows, from whom; touches no tensor
+    enqueue   give it a number, its inputs, and the batch that it will make, which the next stage can take at once
+    plan      once its inputs are there and its pool is free: which rank gets which rows from which host; no tensors
     send      a `Call` to each rank: it pulls its rows, computes, and keeps the output
-    poll      look for the ranks' replies, until all are there or what is missing will never come
+    poll      look for the ranks' replies, until all have come or the missing ones never will
     record    metrics, the role's weights, the batch's next version: the result
 
-How a caller waits for it is in `workbench.stages.run`; what follows from an interrupt, a cancellation or a failure in
-`workbench.stages.interrupted`.
+`workbench.stages.run` has the waiting for a result, `workbench.stages.interrupted` the handling of interrupts,
+cancellations and failures.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from workbench.stages.group import WorkerGroup
     from workbench.stages.runner import StageRunner
 
-# A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
-# after a failure, or when they are to stop, are taken to be stuck; those that make progress are waited for.
+# After one rank fails, others may wait for it in a collective for ever. Ranks that make no progress for this long after
+# a failure, or when they are to stop, count as stuck; ranks that make progress are waited for.
 GRACE_S = 60.0
 
 
 class StageRun(Run):
     """A `Run` from its call to its result.
 
-    args, kwargs: as they go to the ranks. samples: copies of each row. training: of the role, when it was called;
-    None: it updates nothing.
+    args, kwargs: as sent to the ranks. samples: copies of each row. training: the role's settings at the call; None:
+    not an update.
     """
 
     args: tuple[Any, ...]
@@ -65,7 +65,7 @@ class StageRun(Run):
         self, runner: StageRunner, group: WorkerGroup, stage: str, *, as_update: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """as_update: the role's later stages wait for it, as they do for updates. then: called when it has succeeded,
+        """as_update: the role's later stages wait for it, as they do for updates. then: called after it has succeeded,
         before waiters are woken."""
         super().__init__(runner, group, stage)
         self.operation = group.operations[stage].operation
@@ -75,7 +75,7 @@ class StageRun(Run):
     # --- 1 check ------------------------------------------------------------------------------------------------------
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise `BadInput`, or `UnknownColumn`, for a call that cannot be made."""
+        """Raise `BadInput`, or `UnknownColumn`, for a call that cannot be carried out."""
         group, called, given = self.group, self.group.operations[self.stage], dict(kwargs)
         self.timeout_s = given.pop("timeout_s", None)
         if self.timeout_s is not None:
@@ -118,12 +118,12 @@ class StageRun(Run):
     # --- 2 enqueue ----------------------------------------------------------------------------------------------------
 
     def enqueue(self, inputs: Sequence[Run]) -> None:
-        """Give it its number, and the batch that it will make. inputs: the runs that come before it, beside those that
-        make columns which it reads."""
+        """Give the run its number, and the batch that it will make. inputs: the runs that come before it, in addition
+        to those that make columns it reads."""
         self.number, self.submitted_s = self.runner.counters.next_run(), time.time()
         self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.has_position
         self.reported_as = self.runner.stage_name or self.operation.name
-        self._last_metrics = self.runner.counters.reported  # of the iteration in which it was called
+        self._last_metrics = self.runner.counters.reported  # those of the iteration of the call
         batch, makers = self.input, []
         if batch is not None:
             awaited = batch.makers(self.operation.awaited(self.reads, batch))
@@ -134,12 +134,12 @@ class StageRun(Run):
 
     @property
     def draws_anew(self) -> bool:
-        """Whether the same call again would draw other samples."""
+        """Whether the same call would draw other samples next time."""
         return self.operation.samples and self.arguments.get("seed") is None
 
     @property
     def _stale(self) -> tuple[str, ...]:
-        """Columns of an earlier response, which say nothing of the one that it draws."""
+        """Columns of an earlier response, which do not belong to the response that this stage draws."""
         return OF_ONE_RESPONSE if self.operation.samples else ()
 
     def run(self) -> Any:
@@ -152,7 +152,7 @@ class StageRun(Run):
 
     @checked_call("run.submit")
     def submit(self) -> None:
-        """Submit it, in the background; on the inline backend it runs now."""
+        """Submit it, in the background; the inline backend runs it now."""
         with interruptible(self) as presses:
             with contextlib.suppress(KeyboardInterrupt):
                 self.runner.scheduler.submit(self)
@@ -163,7 +163,7 @@ class StageRun(Run):
     # --- 3 plan: called by the scheduler, once its inputs are there ---------------------------------------------------
 
     def blocked(self) -> bool:
-        """Whether an input is still to come; fails this run if one never will."""
+        """Whether an input is still to come. Fails this run if an input never will."""
         for run in self._inputs:
             if run.state in ("failed", "cancelled"):
                 self.fail(input_failed(self.name, run.name, None if run.future.cancelled() else run.future.exception()))
@@ -171,7 +171,7 @@ class StageRun(Run):
         return not all(run.done for run in self._inputs)
 
     def plan(self) -> list[Call]:
-        """One call a rank."""
+        """Return one call per rank."""
         runner, operation = self.runner, self.operation
         runner.groups.check_alive(self.group)
         aside, inside, _ = self.reported_as.partition("/")
@@ -199,7 +199,7 @@ class StageRun(Run):
         runner, operation, travels = self.runner, self.operation, self.operation.travelling(self.reads, batch)
         self.read, meta = batch.part(travels)
         meta = {**meta, "seed": self._seed(meta)}
-        if self.group.role == ROLLOUT:  # which trained weights there are is known here, not where samples are drawn
+        if self.group.role == ROLLOUT:  # the trained weights' version is known only here, not on the workers
             meta["trained_version"] = runner.counters.weights["actor"].steps
         if operation.generates:
             meta["environments"] = runner.hosts.placement.environments
@@ -221,9 +221,9 @@ class StageRun(Run):
         return runner.interrupted.sent(self, calls)
 
     def _kept(self, rank: int, collected: Sequence[int]) -> ShardId:
-        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's, dealt out evenly:
-        they are read there, and a rollout worker that dies takes no rows with it. collected: the ranks that make the
-        result."""
+        """Return where the rows that a rank makes are kept. Rows of rollout workers are kept on the actor's hosts,
+        dealt out evenly: the actor reads them, and a rollout worker that dies takes no rows with it. collected: the
+        ranks that make the result."""
         key = f"{self.runner.ownership.controller}-{self.number}"
         if self.group.role != ROLLOUT:
             return ShardId(self.group.hosts[rank], key)
@@ -247,7 +247,7 @@ class StageRun(Run):
         backend, answers = self.runner.hosts.backend, self.ranks.answers
         try:
             calls, hosts, self.started_s = self.plan(), self.group.hosts, time.time()
-            due = self.runner.batches.release_unused(hosts)  # once nothing can be wrong with the calls
+            due = self.runner.batches.release_unused(hosts)  # after all errors that the plan can raise
             self.calls = [replace(c, released=due[h]) if h in due else c for h, c in zip(hosts, calls, strict=True)]
             self.begin_clock()
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
@@ -256,10 +256,10 @@ class StageRun(Run):
                 answers.append(answer)
             self.ranks.begin()
         except BaseException as error:
-            # ranks that have their call would wait for those that have not
+            # ranks that have their call would wait for ranks without one
             self.stuck = 0 < len(answers) < len(self.group.hosts)
-            if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
-                self.stuck |= self.updates  # no stage may go on from half an update
+            if isinstance(error, KeyboardInterrupt):  # a second one, inline, where this call runs the stage
+                self.stuck |= self.updates  # no stage may use a half-done update
                 self.fail(interrupted.cut_short(self.name, updates=self.updates))
                 raise
             if not isinstance(error, Exception):
@@ -269,7 +269,7 @@ class StageRun(Run):
     # --- 5 poll: called by the scheduler until it is over -------------------------------------------------------------
 
     def poll(self) -> None:
-        """Look at what has come; ends the run when all is there, or when what is missing will never come."""
+        """Look for replies; end the run when all are there, or when the missing ones will never come."""
         if not self.ranks.look(self.runner.hosts.backend):
             self._end()
             return
@@ -279,12 +279,12 @@ class StageRun(Run):
             self._end()
 
     def begin_clock(self) -> None:
-        """Count its time from now, if it does not count yet: from when its ranks begin or, behind a run that was
-        cancelled, from when it waits."""
+        """Start the clock of `timeout_s`, unless it runs already: when the ranks begin, or, behind a run that was
+        cancelled, when this run waits."""
         self._clock_s = self._clock_s or time.monotonic()
 
     def check_time(self) -> None:
-        """Fail it if it is late. Its ranks leave it as after an interrupt."""
+        """Fail the run if it is late. Its ranks then stop as after an interrupt."""
         if self.timeout_s is None or not self._clock_s or self.done:
             return
         if time.monotonic() - self._clock_s <= self.timeout_s:
@@ -320,11 +320,11 @@ class StageRun(Run):
             self.settle(result)
 
     def _collect(self) -> None:
-        """Take the replies; raises the error of the ranks that failed, were stopped, or are stuck."""
+        """Take the replies; raise the error of ranks that failed, were stopped, or are stuck."""
         replies, failures, dead = self.ranks.collect()
         self.replies += replies
         self.unrecorded += replies
-        if dead is not None:  # what other ranks ran into follows from it
+        if dead is not None:  # errors of other ranks follow from the lost host
             self.stuck = True
             raise dead
         if failures:
@@ -347,7 +347,7 @@ class StageRun(Run):
     # --- 6 record -----------------------------------------------------------------------------------------------------
 
     def record(self) -> Any:
-        """What it gives: the batch's next version, an update's metrics, or what ranks returned."""
+        """Record the result and return it: the batch's next version, an update's metrics, or the ranks' values."""
         runner, role = self.runner, self.group.role
         self.record_replies()
         for line in dict.fromkeys(line for reply in self.replies for line in reply.notes):
@@ -358,7 +358,7 @@ class StageRun(Run):
             merge_metrics(metrics, reply.metrics)
         self.metrics = MetricValues(reported(metrics))
         weights = runner.counters.weights
-        # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
+        # some runs are ordered like updates but change no weights, such as `check_sync` of rollout workers
         if self.operation.updates and role in weights:
             weights[role] = Weights.fresh(int(self.metrics.get("optimizer_steps", weights[role].steps + 1)))
         result = self._made(collected) if self.operation.protocol.joins else [reply.value for reply in collected]
@@ -375,14 +375,14 @@ class StageRun(Run):
         return result
 
     def _made(self, collected: Sequence[Reply]) -> Any:
-        """The batch's next version; the metrics where no columns were made. Raises the error of the first row that
-        failed, where more of them failed than the call allows."""
+        """Return the batch's next version; the metrics where no columns were made. Raises the error of the first row
+        that failed, if more rows failed than the call allows."""
         batch, failed = self.input, {reply.rank: reply.failed for reply in collected if reply.failed is not None}
         assert batch is not None
         most = next((found.most for found in failed.values()), 1.0)
         too_many = sum(found.count for found in failed.values()) > most * batch.rows * self.samples
         if too_many:
-            self.code = f"failed {self.code}"  # its columns are not those of a stage that succeeded
+            self.code = f"failed {self.code}"  # so that `reuse` never takes its columns
         summaries = agreed_columns(collected, self.writes, self.name)
         if not summaries:
             return self.metrics
@@ -424,14 +424,14 @@ class StageRun(Run):
         )
 
     def answer(self, result: Any, *, reported: bool = False) -> None:
-        """End it without sending it, with the result of an earlier run. reported: whether that run's metrics stand in
-        the telemetry, and are of this call."""
+        """End the run without sending it, with the result of an earlier run. reported: whether the telemetry already
+        has that run's metrics, for this call."""
         self._report(reported=reported)
         self.from_store = True
         self.settle(result)
 
     def _report(self, *, reported: bool = False) -> None:
-        """Record its metrics, under the name that its caller has for the stage. reported: they are in the telemetry."""
+        """Record its metrics under the stage name of its caller. reported: whether the telemetry has them already."""
         if self.metrics:
             runner, now = self.runner, self.runner.counters.iteration
             iteration = int(self.calls[0].meta.get("iteration", now)) if self.calls else now
@@ -444,7 +444,7 @@ class StageRun(Run):
 def group_pulls(
     columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray, shard_successors: Mapping[str, str]
 ) -> list[tuple[tuple[str, ...], tuple[Pull, ...]]]:
-    """What has to be pulled for these rows: columns that lie together are pulled together. shard_successors: see
+    """Return the pulls for these rows; columns in one location are pulled together. shard_successors: see
     `ShardId.now`."""
     together: dict[int, tuple[Location, list[str]]] = {}
     for name in names:

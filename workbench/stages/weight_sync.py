@@ -1,11 +1,11 @@
-"""How the actor's weights get to roles in other processes: to rollout workers before they generate, to the reference.
+"""Sends the actor's weights to roles in other processes: to rollout workers before they generate, to the reference.
 
     actor's pool      ... update_actor │ publish_weights │ update_actor ...
                                        └────────┐ slices, host to host
     rollout pool      generate_sequences │ receive_weights │ generate_sequences ...
 
-The actor's ranks keep a copy of their weights for as long as it is being taken, and go on. So what arrives is of one
-version, whatever the actor does meanwhile, and training and generation overlap.
+The actor's ranks keep a copy of their weights until the receiver has it, and go on training. So all weights that
+arrive are of one version, and training and generation overlap.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from workbench.workers.weight_transition import Choice
 
 
 class Publication:
-    """The actor's weights as they are when all that was called before has run, published for one taker.
+    """The actor's weights after all runs that were called before, published for one receiver.
 
-    run: of the actor's ranks. weights: which those are; None until they are published. where: for the taker.
+    run: of the actor's ranks. weights: which they are; None until they are published. where: for the receiver.
     """
 
     def __init__(self, runner: StageRunner, **what: bool | None) -> None:
@@ -47,8 +47,8 @@ class Publication:
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         then: Callable[[], None] | None = None,
     ) -> StageRun:  # fmt: skip
-        """Publish, and prepare the run of who takes it. The actor's hosts forget it when that has ended, however."""
-        # the role's later stages wait for it, and are not run where it fails
+        """Publish, and prepare the receiver's run. The actor's hosts drop the copy when that run has ended."""
+        # the role's later stages wait for it, and do not run if it fails
         try:
             run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then,
                                        as_update=True)  # fmt: skip
@@ -65,7 +65,7 @@ class Publication:
 
 
 class WeightSync:
-    """One role that takes the actor's weights over, by an operation of its own: when it has to, and how."""
+    """A role that receives the actor's weights with its own operation: decides when a sync is due, and starts it."""
 
     def __init__(self, runner: StageRunner, role: str, operation: str) -> None:
         self._runner, self._role, self._operation = runner, role, operation
@@ -74,7 +74,7 @@ class WeightSync:
         self._choice = Choice(generation.sync) if role == ROLLOUT and generation else None
 
     def due(self) -> bool:
-        """Whether the role will lag behind the actor when all that was called so far has run."""
+        """Whether the role will lag behind the actor after all runs that were called so far."""
         weights, actor = self._runner.counters.weights, self._runner.groups.by_role["actor"]
         updates = [run.number for run in self._runner.open_runs() if run.updates and run.group is actor]
         if self._last is not None and not self._last[1].done:
@@ -84,8 +84,8 @@ class WeightSync:
         return bool(updates) or weights[self._role] != weights["actor"]
 
     def start(self, *, probe: bool, merged: bool = False) -> StageRun:
-        """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along. merged: see
-        `publish_weights`."""
+        """Start a sync, and return the role's run. probe: whether to send the trainer's outputs for the probe as well.
+        merged: see `publish_weights`."""
         runner = self._runner
         publication = Publication(
             runner, probe=probe, merged=merged, keep=None if self._choice is None else self._choice.patches
@@ -110,9 +110,9 @@ class WeightSync:
 
 
 class RolloutCaller:
-    """Carries out on the rollout workers what the actor is asked for, after a weight sync where they lag.
+    """Runs the actor's generation calls on the rollout workers, after a weight sync if their weights lag behind.
 
-    In a blocking call the sync is waited for first, so that its error is the call's own.
+    A blocking call waits for the sync first, so that an error of the sync is raised by the call.
     """
 
     def __init__(self, runner: StageRunner) -> None:
@@ -122,7 +122,7 @@ class RolloutCaller:
         for name in DELEGATED:
             operation = rollout.operations[name].operation
             actor.delegate(name, GroupOperation(rollout, operation, self, asked=actor))
-            if name != "generate_sequences":  # which takes the weights as they are
+            if name != "generate_sequences":  # called on the workers, it uses the weights that they have
                 rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class RolloutCaller:
 
         if name in ("generate_sequences", "sync_weights"):
             return runner.prepare(rollout, name, args, kwargs, first=synced)
-        # these two look at the trainer's side as well
+        # the other two operations read the trainer's weights as well
         rollout.operations[name].arguments(args, kwargs)
         if name == "compare_weights":
             synced()
@@ -161,8 +161,8 @@ class RolloutCaller:
 
 def refresh_reference(runner: StageRunner) -> None:
     """Give the reference the actor's weights, as iterative DPO and TR-DPO (arXiv:2404.09656) do: the KL to it is 0
-    until the actor's next step. They go from host to host, to each rank what it holds of them; meanwhile the
-    actor's ranks keep one copy of them together, in host memory."""
+    until the actor's next step. The weights go from host to host, to each rank its own part; meanwhile the actor's
+    ranks together keep one copy of them in host memory."""
     runner.require_nothing_to_skip("refresh_reference()")
     groups = runner.groups.by_role
     if runner.hosts.description.actor_is_reference:

@@ -1,1 +1,1 @@
-"""Leaves that import nothing else of the package but its errors."""
+"""Helpers that import nothing else of the package but its errors."""

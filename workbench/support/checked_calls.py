@@ -1,5 +1,5 @@
-"""Public functions check their arguments before their body runs: a name that is unknown, an argument that is missing or
-too many, a value of another type than the annotation says, each is a `BadInput` with value, rule and remedy.
+"""Checks the arguments of public functions before their body runs: an unknown name, a missing or extra argument, and a
+value whose type differs from the annotation raise `BadInput` with value, rule and remedy.
 
     @checked_call("wb.attach")
     def attach(name: str, *, take_over: bool = False) -> Workbench: ...
@@ -7,8 +7,8 @@ too many, a value of another type than the annotation says, each is a `BadInput`
     @checks_calls("lab")  # every public method
     class Workbench: ...
 
-Annotations are read as `workbench.support.validation.value_type` says, and only when a function is called first: those
-that name a class that is imported for type checkers alone are not checked.
+Annotations are read as in `workbench.support.validation.value_type`, at the first call of a function. An annotation
+that names a class which is imported only for type checkers is not checked.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ C = TypeVar("C", bound=type)
 
 
 def checked_call(called: str = "") -> Callable[[F], F]:
-    """Make a function check its arguments. called: what users write before its bracket, for messages; default: the
-    function's name."""
+    """Make a function check its arguments. called: the call as users write it, for messages; default: the function's
+    name."""
 
     def decorate(function: F) -> F:
         name_of_call, signature = called or function.__name__, inspect.signature(function)
@@ -43,7 +43,7 @@ def checked_call(called: str = "") -> Callable[[F], F]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Python 3.11's bind refuses a name of **kwargs that an argument by place has as well
+            # Python 3.11's bind refuses a name in **kwargs that a positional argument has as well
             same = {name: kwargs.pop(name) for name in by_place if rest and name in kwargs}
             bound = check_call(name_of_call, signature, args, kwargs)
             given = bound.arguments
@@ -67,17 +67,17 @@ def checked_call(called: str = "") -> Callable[[F], F]:
 
 
 def checks_calls(called: str) -> Callable[[C], C]:
-    """Make every public method of a class check its arguments, but for abstract ones. called: what users call an
-    object of it, for messages."""
+    """Make every public method of a class check its arguments, except abstract ones. called: the users' name for an
+    object of the class, for messages."""
 
     def decorate(kind: C) -> C:
         for name, member in list(vars(kind).items()):
-            inner = getattr(member, "__func__", member)  # of a static method, or that of a class
+            inner = getattr(member, "__func__", member)  # of a static or class method
             if name.startswith("_") or not isinstance(inner, types.FunctionType):
                 continue
             if not getattr(inner, "__isabstractmethod__", False):
                 wrapped = checked_call(f"{called}.{name}")(inner)
-                if inner is member:  # defined elsewhere, and assigned: it is shown as the class's own all the same
+                if inner is member:  # it may be defined elsewhere: show it as the class's own
                     wrapped.__module__, wrapped.__name__ = kind.__module__, name
                     wrapped.__qualname__ = f"{kind.__qualname__}.{name}"
                 setattr(kind, name, wrapped if inner is member else type(member)(wrapped))

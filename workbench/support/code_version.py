@@ -1,5 +1,5 @@
-"""Which code runs here: the commit of its checkout, a digest of each source file of this package, versions of the
-libraries that compute."""
+"""The version of the running code: the commit of its checkout, a digest of each source file of this package, and the
+versions of the libraries that compute."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DIGITS = 12
 
 
 def code_version() -> dict[str, Any]:
-    """As plain values. commit: of the checkout that holds this package; None outside of one. files: a digest of each of
-    its source files, so that an edit that was not committed shows as well."""
+    """Return the version as plain values. commit: of the checkout with this package; None outside a checkout. files: a
+    digest of each of its source files, which also shows edits that were not committed."""
     found = {}
     for name in ("workbench", *LIBRARIES):
         with suppress(PackageNotFoundError):
@@ -30,14 +30,14 @@ def code_version() -> dict[str, Any]:
 
 
 def function_version(function: Callable[..., Any]) -> dict[str, str]:
-    """A user's function: its name, and a digest of what it does."""
+    """Return the name of a user's function, and a digest of its code."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return {"name": str(name), "digest": fingerprint(function)[:DIGITS]}
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out where `folder` lies; None where git, or a checkout, is not there. `rev-parse` runs
-    no program that a checkout names."""
+    """Return the commit that is checked out in `folder`; None without git or a checkout. `rev-parse` runs no program
+    that a checkout configures."""
     command = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
@@ -46,7 +46,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def source_files() -> dict[str, str]:
-    """A digest of each Python file of this package, by its path in it."""
+    """Return a digest of each Python file of this package, by its path in the package."""
     return {
         path.relative_to(PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,11 +1,11 @@
-"""How the package opens files. It reads regular files of a bounded size, and writes a whole file in the place of the
-old one or leaves that as it was.
+"""Reads and writes files for the whole package. It reads regular files of a bounded size, and replaces a file by a
+complete new one or leaves the old one unchanged.
 
-A file that cannot be read is `BadInput`; only one that is not there is `FileNotFoundError`. One that cannot be written
-is `WriteFailed`, with its path, the bytes that it takes, and those that are free.
+A file that cannot be read raises `BadInput`, a missing one `FileNotFoundError`. A file that cannot be written raises
+`WriteFailed`, with its path, the bytes that it takes, and the free bytes.
 
-Where workbench keeps what it may need again: prepared models, run records, addresses of live workbenches; and
-signatures by this user's key, for files that hold Python objects: loading such a file runs code of its writer.
+The module also has workbench's home folder (prepared models, run records, addresses of live workbenches), and
+signatures with this user's key for files with Python objects, because loading such a file runs code of its writer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from workbench.errors import BadInput, WriteFailed
 from workbench.errors.plain_text import shown
 
 PRIVATE = 0o600
-SHARED = 0o666  # less what the user's umask takes away: of files that the user has named
+SHARED = 0o666  # for files that the user has named; the user's umask applies
 LIMIT_BYTES = 2**30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def path_of(value: object, what: str) -> Path:
-    """A path that the user gave as `what`, with `~` expanded. Raises `BadInput` for one that no file can have."""
+    """Return a path that the user gave as `what`, with `~` expanded. Raises `BadInput` for an impossible path."""
     rule = "a path is a text or a pathlib.Path, and not empty"
     if isinstance(value, str | os.PathLike) and isinstance(text := os.fspath(value), str) and text:
         try:
@@ -51,14 +51,14 @@ def path_of(value: object, what: str) -> Path:
         except (ValueError, RuntimeError) as error:  # a null character, a surrogate; no such user
             rule = str(error)
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # whether it is there, and can be read, is found when it is opened
+            if error.errno != errno.ENAMETOOLONG:  # opening it will show whether it exists and can be read
                 return path
             rule = "a name has at most 255 bytes, and a path 4095"
     raise BadInput(f"{what}={shown(value, 80)}", rule, "give another path")
 
 
 def real_path(value: object, what: str) -> Path:
-    """The same, absolute and without links."""
+    """Return the path as `path_of` does, but absolute and without links."""
     return Path(os.path.realpath(path_of(value, what)))
 
 
@@ -66,10 +66,10 @@ def real_path(value: object, what: str) -> Path:
 
 
 def opened(path: Path, *, limit: int | None = LIMIT_BYTES) -> io.BufferedReader:
-    """A regular file of at most `limit` bytes, open for reading. Raises `FileNotFoundError`, or `BadInput` for all that
-    is not such a file."""
+    """Open a regular file of at most `limit` bytes for reading. Raises `FileNotFoundError`, or `BadInput` for anything
+    that is not such a file."""
     try:
-        # without O_NONBLOCK a pipe waits for a writer
+        # without O_NONBLOCK, opening a pipe waits for a writer
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except FileNotFoundError:
         raise
@@ -84,13 +84,13 @@ def opened(path: Path, *, limit: int | None = LIMIT_BYTES) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, *, limit: int | None = LIMIT_BYTES) -> bytes:
-    """The content of a file; see `opened`."""
+    """Return the content of a file; see `opened`."""
     with opened(path, limit=limit) as file:
         return file.read()
 
 
 def read_text(path: Path, *, limit: int = LIMIT_BYTES) -> str:
-    """The content of a text file in UTF-8; see `opened`."""
+    """Return the content of a text file in UTF-8; see `opened`."""
     try:
         return read_bytes(path, limit=limit).decode()
     except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ def read_text(path: Path, *, limit: int = LIMIT_BYTES) -> str:
 
 
 def read_json(path: Path, *, limit: int = LIMIT_BYTES) -> Any:
-    """The value in a file of JSON; see `opened`."""
+    """Return the value in a JSON file; see `opened`."""
     try:
         return json.loads(read_text(path, limit=limit))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -107,7 +107,7 @@ def read_json(path: Path, *, limit: int = LIMIT_BYTES) -> Any:
 
 @functools.cache
 def tell_once(problem: str) -> None:
-    """Warn of a file that is left out, once in a process."""
+    """Warn of a skipped file, once in a process."""
     warnings.warn(f"left out: {problem}", stacklevel=3)
 
 
@@ -120,11 +120,11 @@ def _unreadable(path: Path, what: str) -> BadInput:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool = False) -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of `path` when all is well; after an error there is what was there. A link
-    stays, and the file that it names is replaced.
+    """Yield a new file that replaces `path` at the end; after an error the old file stays. A link stays a link, and the
+    file that it names is replaced.
 
-    needed: its bytes, for the error. flush: it is on the disk (fsync) before it takes the place. Libraries that write
-    files by themselves may write to its `name`. Raises `BadInput` where something other than a file has this path,
+    needed: its bytes, for the error. flush: write it to the disk (fsync) before it replaces the old one. Libraries that
+    open files themselves may write to its `name`. Raises `BadInput` where something other than a file has this path,
     `WriteFailed` where it cannot be written.
     """
     with disk_errors(path, needed):
@@ -148,24 +148,24 @@ def replacing(path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool =
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int = PRIVATE, flush: bool = False) -> None:
-    """Put a file of this content in the place of `path`; see `replacing`."""
+    """Replace `path` by a file with this content; see `replacing`."""
     with replacing(path, needed=len(data), mode=mode, flush=flush) as file:
         file.write(data)
 
 
 def write_json(path: Path, value: Any, *, flush: bool = False) -> None:
-    """Put a file with this value in the place of `path`; see `replacing`."""
+    """Replace `path` by a JSON file with this value; see `replacing`."""
     write_bytes(path, json.dumps(value, indent=1).encode(), flush=flush)
 
 
 def open_to_append(path: Path) -> int:
-    """The descriptor of a file, whose writes go to its end; it is made, for this user alone, where there is none."""
+    """Return a descriptor whose writes append to a file. A missing file is created, for this user alone."""
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, needed: int = 0) -> Iterator[Path]:
-    """A folder that becomes `path` when all is well, and vanishes otherwise. One that is there must be empty."""
+    """Yield a new folder that becomes `path` at the end, or is deleted on error. An old `path` must be empty."""
     with disk_errors(path, needed):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _temporary(path)
@@ -184,7 +184,7 @@ def _temporary(path: Path) -> Path:
 
 
 def new_or_empty(path: Path) -> Path:
-    """A folder to save to, absolute. Raises `BadInput` where something is there."""
+    """Return the absolute path of a folder to save to. Raises `BadInput` where the folder is not empty."""
     folder = Path(os.path.realpath(path))
     with disk_errors(path):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -193,8 +193,8 @@ def new_or_empty(path: Path) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only its owner can enter; one that is there stays as it is. Its parents get the modes that the
-    user's umask gives. Raises `WriteFailed`."""
+    """Make a folder that only its owner can enter; an existing folder stays as it is. Its parents get the modes of the
+    user's umask. Raises `WriteFailed`."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -202,7 +202,7 @@ def private_folder(path: Path) -> Path:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raise `WriteFailed` where a file of so many bytes cannot be written to a folder now."""
+    """Raise `WriteFailed` if a file of `nbytes` bytes cannot be written to a folder now."""
     probe = folder / f".room.{secrets.token_hex(4)}"
     write_bytes(probe, bytes(nbytes))
     probe.unlink()
@@ -210,15 +210,14 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """What fails inside because of the disk is raised as `WriteFailed`, which names `path`, and the bytes that were
-    needed where they are known."""
+    """Raise errors of the disk inside as `WriteFailed`, which names `path`, and the needed bytes if they are known."""
     try:
         yield
     except (BadInput, WriteFailed):
         raise
     except OSError as error:
         raise failed_write(error, path, needed) from error
-    except Exception as error:  # safetensors has an error of its own, and torch says it in words
+    except Exception as error:  # safetensors and torch raise other classes, with the number of the OS error in the text
         number = re.search(r"\bos error (\d+)", str(error))
         if number is None:
             raise
@@ -226,7 +225,7 @@ def disk_errors(path: Path, needed: int = 0) -> Iterator[None]:
 
 
 def failed_write(error: OSError, path: Path, needed: int = 0) -> WriteFailed:
-    """The error for a file or folder that cannot be written."""
+    """Return the error for a file or folder that cannot be written."""
     what = f"{str(path)!r} cannot be written: {error.strerror or error}"
     if error.errno not in FULL:
         return WriteFailed(what, "it takes a folder that this user can write", "choose another path")
@@ -237,7 +236,7 @@ def failed_write(error: OSError, path: Path, needed: int = 0) -> WriteFailed:
 
 
 def to_disk(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -246,15 +245,15 @@ def to_disk(path: Path) -> None:
 
 
 LOCK_POLL_S = 0.25
-SIGNATURE = "signature"  # field of what is signed
+SIGNATURE = "signature"  # field of signed values
 KEY_FILE = "signing_key"
 _KEY_BYTES = 32
 
 
 def home() -> Path:
-    """`$WORKBENCH_HOME`, or `~/.cache/workbench`; made where it is missing. Raises `BadInput` for a folder of another
-    user, who could put other files in the place of ours; not for root, to whom a container gives a folder of the user
-    outside."""
+    """Return `$WORKBENCH_HOME`, or `~/.cache/workbench`; make it if it is missing. Raises `BadInput` for a folder of
+    another user, who could replace our files. Root may use one, because in a container the folder may belong to the
+    user outside."""
     folder = path_of(os.environ.get("WORKBENCH_HOME") or "~/.cache/workbench", "WORKBENCH_HOME")
     if not folder.is_dir():
         private_folder(folder)
@@ -270,9 +269,9 @@ def home() -> Path:
 
 @contextmanager
 def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Only one process of this user at a time is in here for `name`; `waiting` is called again and again until then.
+    """Hold the lock `name` inside: only one process of this user has it at a time. While waiting, `waiting` is called.
 
-    The lock goes with the process that holds it, also when that is killed. Not reentrant.
+    The lock ends with the process that holds it, even if that is killed. Not reentrant.
     """
     lock = FileLock(home() / f"{name}.lock")
     while True:
@@ -286,18 +285,18 @@ def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[No
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with a signature of this user."""
+    """Return the same values with a signature of this user."""
     return {**values, SIGNATURE: _signature(values)}
 
 
 def is_signed(values: Mapping[str, Any]) -> bool:
-    """Whether this user has signed these values, as they are now."""
+    """Whether this user has signed these values as they are now."""
     given = values.get(SIGNATURE)
     return isinstance(given, str) and hmac.compare_digest(given.encode(), _signature(values).encode())
 
 
 def signing_key() -> bytes:
-    """`$WORKBENCH_HOME/signing_key`, made once."""
+    """Return the key in `$WORKBENCH_HOME/signing_key`; make it once."""
     path = home() / KEY_FILE
     if not path.exists():
         with locked(KEY_FILE):  # of two processes that make it at the same time, one succeeds

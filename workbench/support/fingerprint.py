@@ -1,7 +1,7 @@
-"""One short text for a value, equal in every process for values of equal content.
+"""A short text for a value, which is equal in every process for values of equal content.
 
-Functions and classes count by what they do (compiled code, constants, defaults, captured variables, members), not by
-address or by their place in a file; comments do not count. What a function calls by name is not followed, but by
+Of functions and classes, the compiled code, constants, defaults, captured variables and members count, but not the
+address, the place in a file, or comments. Functions that a function calls by name are not followed, except by
 `code_behind`.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 
 
 def fingerprint(value: Any) -> str:
-    """64 hexadecimal digits. What pickle cannot keep (a lock, an open file) counts by its type."""
+    """Return 64 hexadecimal digits. Values that pickle cannot keep (a lock, an open file) count by their type."""
     return _Walk().of(value)
 
 
 def code_behind(value: Any) -> str:
-    """A short text for what a function or class of the notebook does, and for what of the notebook it uses by name:
-    functions, classes, numbers, texts and settings such as `wb.Training(...)`."""
+    """Return a short text for the code of a function or class of the notebook, and for what it uses of the notebook by
+    name: functions, classes, numbers, texts and settings such as `wb.Training(...)`."""
     used: dict[str, str] = {}
     todo, seen = [value], set[int]()
     while todo:
@@ -51,13 +51,13 @@ def _functions(part: Any) -> list[types.FunctionType]:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Whether it is an object of a dataclass that cannot be changed, as settings are."""
+    """Whether a value is an object of a frozen dataclass, as settings are."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     return parameters is not None and bool(parameters.frozen)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function's lines look up, those of functions in it among them, but for those that it sets."""
+    """Return the global names that a function and the functions in it read, without those that it sets."""
     found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_NAME": set(), "STORE_GLOBAL": set()}
     for line in dis.get_instructions(code):
         found.get(line.opname, set()).add(line.argval)
@@ -71,18 +71,18 @@ def is_of_notebook(part: Any) -> bool:
 
 
 class _Walk:
-    """Through a value and all that it holds, each thing once. It reads copies of collections: a function may have
-    captured what another thread changes, such as a workbench in which a stage runs."""
+    """Walks through a value and all that it holds, each object once. It copies collections before reading them: a
+    function may have captured something that another thread changes, such as a workbench in which a stage runs."""
 
     def __init__(self) -> None:
-        # by id; the values are kept, so that no id is given out again during the walk
+        # by id; the values are kept, so that no id is reused during the walk
         self._seen: dict[int, tuple[Any, str]] = {}
         self._above: list[int] = []
 
     def of(self, value: Any) -> str:
         if id(value) in self._seen:
             return self._seen[id(value)][1]
-        if id(value) in self._above:  # a function that captured itself, a list that holds itself
+        if id(value) in self._above:  # a function that captured itself, or a list that contains itself
             return _hash("above", len(self._above) - self._above.index(id(value)))
         self._above.append(id(value))
         try:
@@ -131,7 +131,7 @@ class _Walk:
     def _class(self, value: type) -> str:
         if value.__module__ == "builtins":
             return _hash("class", value.__qualname__)
-        # values with two underscores are Python's own notes on a class, some of them made when it is first used
+        # values with two underscores are Python's own, and Python adds some of them when the class is first used
         own = {
             name: member
             for name, member in list(vars(value).items())
@@ -140,7 +140,7 @@ class _Walk:
         return _hash("class", value.__qualname__, self.of(value.__bases__), self.of(own))
 
     def _state(self, value: Any) -> str:
-        """Of any other object: what pickle would keep of it."""
+        """Return the digest of any other object: of what pickle would keep of it."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:

@@ -13,8 +13,8 @@ LONGEST, DEEPEST = 500, 6
 
 
 def flat(value: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
-    """A value as numbers, words and texts by name; what lies in a dataclass or mapping has a name of its own. Of a
-    function it is the name that counts."""
+    """Return a value as numbers and texts by name; parts of dataclasses and mappings have names of their own. A
+    function counts by its name."""
     if value is None or isinstance(value, bool | int | float):
         return {name: value}
     if isinstance(value, str | Path):
@@ -25,7 +25,7 @@ def flat(value: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
         parts = {str(key): item for key, item in value.items()}
     elif callable(value):
         return {name: f"function {getattr(value, '__qualname__', type(value).__qualname__)}"[:LONGEST]}
-    else:  # the repr of others may hold an address
+    else:  # the repr of other values may have an address
         plain = isinstance(value, list | tuple | set | frozenset) or type(value).__module__ == "numpy"
         return {name: shown(value, LONGEST) if plain else f"<{type(value).__name__}>"}
     found: dict[str, Any] = {}

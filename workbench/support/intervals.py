@@ -14,8 +14,8 @@ DEVIATIONS = 1.959964  # standard deviations on either side that hold 95 % of a 
 
 
 def clustered_half_width(totals: Sequence[float], counts: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of a mean over all samples, whose clusters are independent of each
-    other and whose samples within a cluster are not.
+    """Return half the width of the 95 % confidence interval of a mean over all samples, where clusters are independent
+    of each other, but samples within a cluster are not.
 
         m = sum_g s_g / N,  N = sum_g n_g,  u_g = s_g - n_g m
         half width = t_{G-1} sqrt(G / (G - 1) sum_g u_g^2) / N
@@ -35,7 +35,7 @@ def clustered_half_width(totals: Sequence[float], counts: Sequence[float]) -> fl
 
 
 def wilson_bounds(successes: N, trials: N) -> tuple[N, N]:
-    """The 95 % interval of rates, numbers or arrays of them, of which `successes` of `trials`, at least 1, were seen.
+    """Return the 95 % interval of rates (numbers or arrays) after `successes` in `trials`, at least 1.
 
     Wilson's score interval (1927, https://doi.org/10.1080/01621459.1927.10502953): it stays within [0, 1] and is right
     for few trials and for rates near 0 and 1.
@@ -43,12 +43,12 @@ def wilson_bounds(successes: N, trials: N) -> tuple[N, N]:
     rate, z2 = successes / trials, DEVIATIONS**2
     middle = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = DEVIATIONS / (1 + z2 / trials) * (rate * (1 - rate) / trials + z2 / (4 * trials**2)) ** 0.5
-    return np.clip(middle - half, 0, 1), np.clip(middle + half, 0, 1)  # but for rounding it lies there
+    return np.clip(middle - half, 0, 1), np.clip(middle + half, 0, 1)  # only rounding can leave [0, 1]
 
 
 @functools.cache
 def student_quantile(probability: float, degrees: int) -> float:
-    """The t below which a share `probability`, from 0.5 to below 1, of Student's distribution lies; by bisection."""
+    """Return the t below which a share `probability`, in [0.5, 1), of Student's distribution lies; by bisection."""
     low, high = 0.0, 1.0
     while _below(high, degrees) < probability:
         low, high = high, 2 * high
@@ -59,7 +59,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def _below(t: float, degrees: int) -> float:
-    """Student's distribution function at t >= 0 (Abramowitz and Stegun 1964, equations 26.7.3 and 26.7.4)."""
+    """Return Student's distribution function at t >= 0 (Abramowitz and Stegun 1964, equations 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = degrees % 2

@@ -1,4 +1,4 @@
-"""The machine that this process runs on, and processes on it."""
+"""The machine that this process runs on, and the processes on it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 
 MIB = 2**20
 TIMEOUT_S = 10
-# Of an idle GPU the driver itself holds up to this much.
+# The driver itself may use this much memory of an idle GPU.
 IDLE_BYTES = 1024 * MIB
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. capability: of its instructions, such as 9.0.
-    holders: process id -> bytes of it that the process holds; None: the driver does not say how many."""
+    """One GPU. capability: its compute capability, such as 9.0. holders: process id -> bytes that the process holds on
+    it; None: the driver does not say how many."""
 
     index: int
     uuid: str
@@ -35,14 +35,14 @@ class Gpu:
     holders: dict[int, int | None]
 
     def taken_bytes(self, mine: Collection[int] = ()) -> int:
-        """Bytes that processes other than these hold; 0 for an idle GPU, of which the driver holds a little."""
+        """Return the bytes that processes other than `mine` hold; 0 for an idle GPU: the driver holds a little."""
         taken = self.used_bytes - sum(self.holders.get(pid) or 0 for pid in mine)
         others = self.holders.keys() - set(mine)
         return taken if others or taken > IDLE_BYTES else 0
 
 
 def read_gpus() -> list[Gpu]:
-    """The GPUs that this process may use; empty where there is no driver, or it does not answer."""
+    """Return the GPUs that this process may use; empty where there is no driver, or the driver does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:
@@ -59,8 +59,8 @@ def _ask(query: str) -> str:
 
 
 def parse_gpus(gpus: str, processes: str) -> list[Gpu]:
-    """From what the driver prints: "index, uuid, name, capability, total MiB, used MiB" for each GPU, "uuid, pid,
-    used MiB" for each process on one. `ValueError` for anything else."""
+    """Parse the driver's output: "index, uuid, name, capability, total MiB, used MiB" for each GPU, "uuid, pid, used
+    MiB" for each process on a GPU. Raises `ValueError` for anything else."""
     holders: dict[str, dict[int, int | None]] = {}
     for uuid, pid, used in _rows(processes):
         holders.setdefault(uuid, {})[int(pid)] = int(used) * MIB if used.isdigit() else None  # "[N/A]" in containers
@@ -75,7 +75,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES names, by index or by the beginning of the uuid; None: all."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, by index or by the beginning of the uuid; None: all."""
     if variable is None:
         return list(gpus)
     names = [name.strip() for name in variable.split(",") if name.strip()]
@@ -88,27 +88,27 @@ _returned_s = 0.0  # monotonic
 
 
 def cores() -> int:
-    """Cores that this process may use: fewer than the machine has under `taskset`, a batch system or a container."""
+    """Return the number of cores that this process may use; `taskset`, a batch system or a container may limit it."""
     return len(os.sched_getaffinity(0))
 
 
 def device_count(device: str) -> int:
-    """How many devices this machine has: GPUs, or slots of a CPU, one a core."""
+    """Return how many devices this machine has: GPUs, or CPU slots, one per core."""
     import torch
 
     return torch.cuda.device_count() if device == "cuda" else cores()
 
 
 def computing_threads(processes: int) -> int:
-    """Threads of each of so many processes: its share of the cores, and no more than OMP_NUM_THREADS says."""
+    """Return the threads of each of `processes` processes: its share of the cores, and at most OMP_NUM_THREADS."""
     share = max(1, cores() // processes)
-    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number a nested level
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has one number per nested level
     return min(share, int(said)) if said.isdigit() and int(said) else share
 
 
 def return_freed_memory() -> None:
-    """Return to the system what this process has freed, at most once in 10 seconds. glibc keeps it: between small
-    objects that live long, what is freed adds up to megabytes in a thousand iterations."""
+    """Return freed memory of this process to the system, at most once in 10 seconds. glibc keeps it between small
+    objects that live long, which adds up to megabytes in a thousand iterations."""
     global _returned_s
     now_s = time.monotonic()
     if now_s - _returned_s >= 10:
@@ -117,13 +117,13 @@ def return_freed_memory() -> None:
 
 
 def available_bytes() -> int:
-    """Memory that processes can still get, swap included: of the machine, or of the container (cgroup version 2, whose
-    limit psutil does not know) where that has less left."""
+    """Return the memory that processes can still get, swap included: of the machine, or of the container if that has
+    less (cgroup version 2, whose limit psutil does not know)."""
     found = psutil.virtual_memory().available + psutil.swap_memory().free
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # file pages that nobody has touched for a while are given back when memory is short
+        # the kernel frees inactive file pages when memory is short
         left = int(limit) - int(used) + int(fields["inactive_file"])
     except (OSError, KeyError, ValueError):  # no such group, or "max": no limit
         return found
@@ -131,7 +131,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory of the machine, or what the container may have of it."""
+    """Return the memory of the machine, or of the container if that may have less."""
     found = psutil.virtual_memory().total
     try:
         return min(found, int((_CGROUP / "memory.max").read_text()))
@@ -140,19 +140,19 @@ def total_bytes() -> int:
 
 
 def gpu_bytes(gpus: Iterable[Gpu]) -> int:
-    """Memory that this process may take of the smallest of these GPUs, without starting CUDA; 0: of none."""
+    """Return the memory that this process may use on the smallest of these GPUs, without starting CUDA; 0 for none."""
     return int(min((gpu.total_bytes for gpu in gpus), default=0) * _allowed_share())
 
 
 def own_gpu_bytes() -> int:
-    """Memory that this process may take of its GPU; it starts CUDA."""
+    """Return the memory that this process may use on its GPU. Starts CUDA."""
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory * _allowed_share())
 
 
 def own_gpu_free_bytes() -> int:
-    """Memory of its GPU that this process may still take beside what torch's allocator holds; it starts CUDA."""
+    """Return the memory of its GPU that this process can still get beside torch's allocator. Starts CUDA."""
     import torch
 
     free = int(torch.cuda.mem_get_info(0)[0])
@@ -162,7 +162,7 @@ def own_gpu_free_bytes() -> int:
 
 
 def _allowed_share() -> float:
-    """What `torch.cuda.set_per_process_memory_fraction` has left this process of a GPU."""
+    """Return the share of a GPU that `torch.cuda.set_per_process_memory_fraction` has left to this process."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 1.0
@@ -186,7 +186,7 @@ class Process:
 
     @property
     def here(self) -> psutil.Process | None:
-        """A handle, if it runs on this machine."""
+        """A handle of the process, if it runs on this machine."""
         if self.machine != socket.gethostname():
             return None
         try:
@@ -198,12 +198,12 @@ class Process:
 
     @property
     def alive(self) -> bool | None:
-        """Whether it runs; None: it is on another machine, where its id says nothing to this one."""
+        """Whether it runs; None: it is on another machine, where its id means nothing to this one."""
         return self.here is not None if self.machine == socket.gethostname() else None
 
 
 def end(processes: Iterable[Process], grace_s: float) -> None:
-    """Wait until those of this machine have ended, and kill what still runs after `grace_s` seconds."""
+    """Wait until the processes on this machine have ended, and kill those that still run after `grace_s` seconds."""
     _, left = psutil.wait_procs([here for process in processes if (here := process.here)], timeout=grace_s)
     for process in left:
         process.kill()

@@ -1,4 +1,4 @@
-"""Unknown argument names are refused, and the message suggests the right name."""
+"""Refuses unknown argument names, and suggests the right name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.errors.plain_text import shown
 KEYWORD, SEVERAL = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
 NAMED = inspect.Parameter.VAR_KEYWORD
 
-# Our names of a field -> those of other libraries; of several of ours, the first that the class has.
+# Our names of a field -> the names in other libraries. Of several of ours, the first one that the class has counts.
 _NAMES_ELSEWHERE: dict[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "adapter": "lora peft_config",
@@ -61,7 +61,7 @@ _NAMES_ELSEWHERE: dict[str, str] = {
 }
 SYNONYMS = {name: tuple(ours.split()) for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
-# Fields that users give to the wrong one of these.
+# Fields that users often give to a wrong class.
 FIELDS_OF: dict[str, tuple[str, ...]] = {
     "Sampling": ("temperature", "top_p", "top_k", "min_p", "keep_mask", "max_new_tokens", "min_new_tokens",
                  "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "environment", "agent", "max_turns",
@@ -74,7 +74,7 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {
     "PPO": ("gamma", "lam", "value_clip"),
 }  # fmt: skip
 
-# What is done in another place -> how it is written there.
+# Names of things that are done in another place -> how to write them there.
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("data", "dataset", "source", "train_dataset"), "wb.open(..., prompts=...)"),
     **dict.fromkeys(("fit", "learn", "max_steps", "run", "train"), "algorithm.run(3), as in wb.PPO(lab).run(3)"),
@@ -97,9 +97,9 @@ ELSEWHERE: dict[str, str] = {
 
 
 class NamedAttributes:
-    """Base of what users hold: for an attribute that is not there the error says what to write."""
+    """A base class of objects that users hold: the error for an unknown attribute says what to write."""
 
-    if not TYPE_CHECKING:  # which knows the attributes
+    if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raises an `AttributeError` of its own
@@ -109,15 +109,15 @@ class NamedAttributes:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {near}" if near else ""))
 
     def _instead_of(self, name: str) -> str:
-        """A remedy that goes before those of `meant`; "" for none."""
+        """Return a remedy that takes precedence over those of `meant`; "": none."""
         return ""
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for an unknown name: its synonym in `known`, the settings or the algorithm that has it, where else it is
-    known, the name with the nearest spelling, or one that begins so; else "".
+    """Return a remedy for an unknown name: its synonym in `known`, the settings or the algorithm that have it, another
+    place where it is known, the name with the nearest spelling, or a name that begins with it; otherwise "".
 
-    written: how a name is shown in the message. In quotes it is one of data, such as a column: no setting is meant.
+    written: formats a name for the message. A name in quotes is one of data, such as a column: no setting is suggested.
     """
     names, others = list(known), SYNONYMS.get(name, ())
     for other in (*others, *(name.removesuffix(suffix) for suffix in ("Trainer", "Config", "TrainerConfig"))):
@@ -137,8 +137,8 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
 
 
 def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Mapping[str, Any], given: int = 0) -> None:
-    """Raise `BadInput` for the first keyword argument that is not among the parameters, and for parameters without a
-    default that are missing. given: how many arguments come before, by position. called: what the user calls."""
+    """Raise `BadInput` for the first keyword argument that is not a parameter, and for missing parameters without a
+    default. given: how many positional arguments there are. called: what the user calls."""
     parameters = list(parameters)
     named = [parameter for parameter in parameters if parameter.kind not in (SEVERAL, NAMED)]
     fields = [parameter.name for parameter in parameters if parameter.kind is not NAMED]
@@ -155,7 +155,7 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
 def check_call(
     called: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """The arguments of a call by parameter; `BadInput` where they do not fit the signature."""
+    """Return the arguments of a call by parameter. Raises `BadInput` where they do not fit the signature."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:

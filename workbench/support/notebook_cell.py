@@ -1,4 +1,4 @@
-"""Which cell of a notebook is being run: so that a stage, a span and a picture can say who asked for them."""
+"""Finds the notebook cell that is running, so that a stage, a span and a picture can name the cell that called them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from workbench.errors.frames import ipython_shell
 
 @dataclass(frozen=True)
 class Cell:
-    """number: what the notebook shows beside it, `In [number]`. id: the one that the file keeps; "" where the front end
-    does not tell."""
+    """number: n of `In [n]`. id: the cell's id in the notebook's file; "" where the front end does not send it."""
 
     number: int
     id: str
 
 
 def running_cell() -> Cell | None:
-    """The cell that this call comes from; None outside a notebook, and in a thread of its own."""
+    """Return the cell that this call comes from; None outside a notebook, and in other threads than the main one."""
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
     if kernel is None or threading.current_thread() is not threading.main_thread():
@@ -39,8 +38,8 @@ def running_cell() -> Cell | None:
 
 
 def running_position() -> tuple[int, int] | None:
-    """Where in the running cell this call comes from: line, from 1, and column, of the text that Python was given. None
-    where `running_cell` is."""
+    """Return the position in the running cell that this call comes from: line, from 1, and column, in the text that
+    Python was given. None where `running_cell` is None."""
     if running_cell() is None:
         return None
     frames = [(frame, frame.f_lasti) for frame, _ in walk_stack(inspect.currentframe())]
@@ -48,7 +47,7 @@ def running_position() -> tuple[int, int] | None:
 
 
 def failed_position(error: BaseException | None) -> tuple[int, int] | None:
-    """Where in a cell, as in `running_position`, the statement stands that an error ended."""
+    """Return the position in a cell, as in `running_position`, of the statement that raised an error."""
     frames, traceback = [], error.__traceback__ if error is not None else None
     while isinstance(traceback, TracebackType):
         frames.append((traceback.tb_frame, traceback.tb_lasti))
@@ -60,10 +59,10 @@ _failed: dict[int, tuple[int, int] | None] = {}
 
 
 def note_failures() -> None:
-    """From now on note which of the notebook's cells fail, and where; outside a notebook: nothing. It begins with the
-    import of the package, as a workbench may be opened after cells that failed."""
+    """Note from now on which of the notebook's cells fail, and where; do nothing outside a notebook. Called when the
+    package is imported, because a workbench may be opened after cells that failed."""
     if in_notebook():
-        ipython_shell().events.register("post_run_cell", _note_failure)  # once, however often it is asked for
+        ipython_shell().events.register("post_run_cell", _note_failure)  # IPython registers it only once
 
 
 def _note_failure(result: Any) -> None:
@@ -72,14 +71,14 @@ def _note_failure(result: Any) -> None:
 
 
 def failed_cells() -> dict[int, tuple[int, int] | None]:
-    """Cells of this kernel that failed, by n of `In [n]`: where in the cell, as in `failed_position`; None where that
-    is not known, as of those before `note_failures`."""
+    """Return the cells of this kernel that failed, by n of `In [n]`, with their positions, as in `failed_position`;
+    None: position unknown, as for cells before `note_failures`."""
     before = getattr(getattr(ipython_shell(), "history_manager", None), "exceptions", {})  # since IPython 9
     return dict.fromkeys(before) | _failed
 
 
 def _position(frames: Iterable[tuple[FrameType, int]]) -> tuple[int, int] | None:
-    """Of frames and their instructions, outermost first: the place in the cell's own, or in what `%%time` runs."""
+    """Of frames and their instructions, outermost first: the position in the cell's code, or in what `%%time` runs."""
     variables = getattr(ipython_shell(), "user_ns", None)
     of_cell = [(frame, at) for frame, at in frames if frame.f_globals is variables][:2]
     timed = [(frame, at) for frame, at in of_cell[1:] if frame.f_code.co_filename.startswith("<timed ")]
@@ -90,7 +89,7 @@ def _position(frames: Iterable[tuple[FrameType, int]]) -> tuple[int, int] | None
 
 
 def variable_of(value: Any) -> str:
-    """The first of the notebook's variables that hold this very thing; "" for none."""
+    """Return the first of the notebook's variables that refers to this object; "": none."""
     variables = list(getattr(ipython_shell(), "user_ns", {}).items())
     return next((name for name, held in variables if held is value and not name.startswith("_")), "")
 
@@ -101,7 +100,7 @@ def in_notebook() -> bool:
 
 
 def notebook_path() -> Path:
-    """The file of the notebook that this kernel belongs to, as JupyterLab and VS Code tell it; else `BadInput`."""
+    """Return the file of this kernel's notebook, as JupyterLab and VS Code tell it. Raises `BadInput` without it."""
     variables = getattr(ipython_shell(), "user_ns", {})
     told = variables.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
     if not told or not Path(told).is_file():
@@ -111,6 +110,6 @@ def notebook_path() -> Path:
 
 
 def code_of_cell(number: int) -> str:
-    """The text of the cell that was run as `In [number]`; empty where there is none."""
+    """Return the text of the cell that was run as `In [number]`; "" where there is none."""
     texts = getattr(ipython_shell(), "user_ns", {}).get("In", [])
     return str(texts[number]) if 0 < number < len(texts) else ""

@@ -1,10 +1,10 @@
-"""Pickling by cloudpickle that keeps where a function's code stands, so that an error elsewhere can show its line.
+"""Pickles with cloudpickle, and keeps the file name of a function's code, so that an error elsewhere can show its line.
 
-Cloudpickle names the file of each code object "<dynamic-code>" from 3.1.3 on. `marshal`, Python's own format of code,
-keeps the name; like cloudpickle's, it is read by the same version of Python only.
+From 3.1.3 on, cloudpickle names the file of each code object "<dynamic-code>". `marshal`, Python's own format of code,
+keeps the name. As with cloudpickle, only the same version of Python can read it.
 
-Functions under `functools.cache` and `lru_cache`, which pickle knows by name alone: those of a notebook, which no
-other process can import, are sent by value, with an empty cache.
+Pickle sends functions with `functools.cache` or `lru_cache` by name only. Here, those of a notebook, which no other
+process can import, are sent by value, with an empty cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import cloudpickle
 
 
 class Pickler(cloudpickle.Pickler):
-    """Cloudpickle's, whose code objects keep the name of their file."""
+    """Cloudpickle's pickler, but code objects keep the name of their file."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, CodeType):
@@ -31,7 +31,7 @@ class Pickler(cloudpickle.Pickler):
 
 
 def dumps(thing: Any, pickler: type[Pickler] = Pickler) -> bytes:
-    """The bytes of a thing, by value where no other process could import it; `pickle.loads` reads them."""
+    """Pickle an object, by value where no other process could import it; `pickle.loads` reads the bytes."""
     pickler(file := io.BytesIO()).dump(thing)
     return file.getvalue()
 
@@ -40,7 +40,7 @@ CACHED: Any = type(functools.cache(lambda: None))
 
 
 def cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
-    """A function with an empty cache."""
+    """Return the function with an empty cache."""
     return functools.lru_cache(maxsize=maxsize, typed=typed)(function)
 
 

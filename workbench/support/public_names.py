@@ -1,4 +1,4 @@
-"""What `import workbench as wb` offers, beside the algorithms: each name, and the module that defines it."""
+"""The public names of `import workbench as wb`, besides the algorithms: each name, and the module that defines it."""
 
 from __future__ import annotations
 

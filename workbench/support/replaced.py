@@ -1,4 +1,4 @@
-"""An attribute with another value for a while."""
+"""Replaces an attribute for the duration of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner` has this value as its attribute `name`."""
+    """Inside, `owner` has this value as its attribute `name`; afterwards the old value."""
     before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,5 +1,5 @@
-"""The modules of this process that the user may edit, each with the text that the process runs: so that an edit is
-found, and it is known which code it reaches. Installed packages, and this one, are not among them."""
+"""The modules of this process that the user may edit, each with the text that the process runs, to find edits and the
+code that they affect. Installed packages, and this one, are not included."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INSTALLED = tuple(
     }
 )
 
-Stamp = tuple[int, int]  # when a file was last written, in nanoseconds, and its bytes
+Stamp = tuple[int, int]  # time of the last write to a file, in nanoseconds, and its size in bytes
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,28 @@ class SourceFile:
 
 
 class Sources:
-    """Of one process. Modules count from when `note` first sees them: it is called wherever new ones may have come.
+    """The sources of one process. A module counts from the first `note` after its import; callers call `note` often.
 
-    texts: by module, what the process runs.
+    texts: by module, the text that the process runs.
     """
 
     def __init__(self) -> None:
         self.texts: dict[str, SourceFile] = {}
         self._imported: dict[str, str] = {}  # by module, the text when `note` first saw it
-        self._elsewhere: dict[str, str] = {}  # the same of edited modules that only other processes have
+        self._elsewhere: dict[str, str] = {}  # texts of edited modules that only other processes have
         self._stamps: dict[str, Stamp] = {}
         self._modules: dict[str, int] = {}
         self._newest: tuple[int, str] | None = None
         self._known: set[str] = set()
 
     def note(self) -> None:
-        """Take in the modules that have been imported since it was last called."""
+        """Add the modules that were imported since the last call."""
         newest = len(sys.modules), next(reversed(sys.modules))
         if newest == self._newest:
             return
         self._newest = newest
         for name in [name for name in self.texts if id(sys.modules.get(name)) != self._modules[name]]:
-            del self.texts[name]  # forgotten, or imported anew
+            del self.texts[name]  # removed from sys.modules, or imported again
             self._known.discard(name)
         for name in sys.modules.keys() - self._known:
             module = sys.modules.get(name)
@@ -79,8 +79,8 @@ class Sources:
         self._known = set(sys.modules)
 
     def stale(self) -> dict[str, SourceFile]:
-        """The modules whose files say something else than what the process runs, and what they say; the cost is a look
-        at the date of each file. Raises `BadInput` for a file that is no text."""
+        """Return the modules whose files differ from the text that the process runs, with the new texts. Costs one
+        `stat` per file. Raises `BadInput` for a file that is not text."""
         found = {}
         for name, source in self.texts.items():
             try:
@@ -88,7 +88,7 @@ class Sources:
                 if stamp == self._stamps[name]:
                     continue
                 text = _read(source.path)
-            except OSError:  # a file that is gone, or is being replaced
+            except OSError:  # the file is gone, or is being replaced
                 continue
             if text == source.text:
                 self._stamps[name] = stamp
@@ -97,7 +97,7 @@ class Sources:
         return found
 
     def take(self, texts: Mapping[str, SourceFile]) -> None:
-        """Note that the processes run these now."""
+        """Note that the processes run these texts now."""
         for name, source in texts.items():
             if name in self.texts:
                 self.texts[name] = source
@@ -105,8 +105,8 @@ class Sources:
                 self._elsewhere[name] = source.text
 
     def edits_behind(self, modules: Iterable[str]) -> str:
-        """A short text for the edits, since they were loaded, of modules and of all that these import; empty where
-        there are none. What a notebook imports is not known: behind it are all."""
+        """Return a short text for the edits, since loading, of modules and of all that they import; "" without edits.
+        The imports of a notebook are unknown, so all edits count for it."""
         edits = self._elsewhere | {n: s.text for n, s in self.texts.items() if s.text != self._imported[n]}
         if not edits:
             return ""
@@ -126,7 +126,7 @@ loaded = Sources()
 
 
 def editable(name: str, module: ModuleType | None) -> str | None:
-    """The file of a module that the user may edit."""
+    """Return the file of a module that the user may edit; None for other modules."""
     path = getattr(module, "__file__", None)
     if name in _NOT_EDITED or name.partition(".")[0] == "workbench" or not isinstance(path, str):
         return None
@@ -141,11 +141,11 @@ def _installed(path: str) -> bool:
 
 @functools.cache
 def imports_of(text: str, module: str) -> frozenset[str]:
-    """The names of modules that a module's text may import, wherever it does; what is imported from a package may be
-    one of them."""
+    """Return the names of modules that a module's text may import, anywhere in it. A name that is imported from a
+    package may be a module, too."""
     package = module if hasattr(sys.modules.get(module), "__path__") else module.rpartition(".")[0]
     found = set[str]()
-    with contextlib.suppress(SyntaxError, ValueError, ImportError):  # a file that was broken after it was imported
+    with contextlib.suppress(SyntaxError, ValueError, ImportError):  # the file was broken after its import
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
@@ -157,11 +157,11 @@ def imports_of(text: str, module: str) -> frozenset[str]:
 
 
 def in_order(texts: Mapping[str, SourceFile]) -> list[str]:
-    """The names of modules, each after those of them that it imports."""
+    """Return the names of modules, each after those of them that it imports."""
     seen, order = set[str](), list[str]()
 
     def visit(name: str) -> None:
-        if name in texts and name not in seen:  # modules that import each other: in some order
+        if name in texts and name not in seen:  # modules that import each other come in any order
             seen.add(name)
             for other in sorted(imports_of(texts[name].text, name)):
                 visit(other)
@@ -173,13 +173,13 @@ def in_order(texts: Mapping[str, SourceFile]) -> list[str]:
 
 
 def stamp_of(path: str) -> Stamp:
-    """Of a file as it is now."""
+    """Return the stamp of a file as it is now."""
     stat = os.stat(path)
     return stat.st_mtime_ns, stat.st_size
 
 
 def _read(path: str) -> str:
-    """The text of a source file. Raises `BadInput` where it is no text."""
+    """Return the text of a source file. Raises `BadInput` for a file that is not text."""
     try:
         return decode_source(Path(path).read_bytes())
     except (SyntaxError, UnicodeDecodeError) as error:

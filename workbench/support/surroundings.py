@@ -1,4 +1,4 @@
-"""What code reads of its process: environment variables, the current folder, and where modules are looked for."""
+"""What code reads of its process: environment variables, the current folder, and the search path of modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Those of one process. folder: None where it is gone. path: `sys.path`."""
+    """The surroundings of one process. folder: None where it was deleted. path: `sys.path`."""
 
     variables: Mapping[str, str]
     folder: str | None
@@ -20,17 +20,17 @@ class Surroundings:
 
     @classmethod
     def here(cls, **variables: str) -> Surroundings:
-        """This process's own. variables: that differ."""
+        """Return this process's surroundings. variables: replace those of the environment."""
         try:
             folder = os.getcwd()
         except OSError:
             folder = None
-        # Python leaves out other entries of sys.path, such as Paths
+        # Python ignores other entries of sys.path, such as Paths
         return cls({**os.environ, **variables}, folder, tuple(entry for entry in sys.path if isinstance(entry, str)))
 
     def since(self, before: Surroundings) -> dict[str, Any]:
-        """What has changed: variables by name, None for those that are gone, the folder, and entries of the path that
-        have come (added) and gone (removed). Empty: nothing."""
+        """Return the changes: variables by name (None: removed), the folder, and the entries of the path that were
+        added and removed. Empty without changes."""
         names = {**before.variables, **self.variables}
         variables = {n: self.variables.get(n) for n in names if self.variables.get(n) != before.variables.get(n)}
         changes = {
@@ -43,7 +43,7 @@ class Surroundings:
 
 
 def set_variables(values: Mapping[str, str | None]) -> None:
-    """Set variables of this process's environment; None: there is none of that name."""
+    """Set variables of this process's environment; None: remove the variable."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -53,7 +53,7 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def with_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process's environment has `values`; then it is as it was."""
+    """Inside, this process's environment has `values`; afterwards the old values."""
     before = {name: os.environ.get(name) for name in values}
     set_variables(values)
     try:
@@ -63,7 +63,7 @@ def with_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def take_over(changes: Mapping[str, Any]) -> None:
-    """Make what has changed in another process, see `Surroundings.since`, this process's own."""
+    """Apply the changes of another process's surroundings, see `Surroundings.since`, to this process."""
     set_variables(changes.get("variables", {}))
     if "folder" in changes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A time limit of code that runs in this process, such as a chat template or a tool."""
+"""A time limit for code that runs in this process, such as a chat template or a tool."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TICK_S = 0.25
 
 
 class TooLong(BaseException):
-    """Raised in a thread that is past its time: no `except Exception` of the code that runs there catches it."""
+    """Raised in a thread whose time is over. The thread's code does not catch it with `except Exception`."""
 
 
 class _TimeLimit:
-    """Of Python code in this process. What does not come back to Python, such as one power of huge numbers, it cannot
-    stop. One thread watches, so that a limit costs a microsecond."""
+    """Limits Python code in this process. It cannot stop code that does not return to Python, such as one power of huge
+    numbers. One thread watches all limits, so that a limit costs a microsecond."""
 
     def __init__(self) -> None:
-        # by thread, as the number of one that has ended may be given to another
+        # by thread, because a new thread may get the number of an ended one
         self._deadlines: dict[threading.Thread, float] = {}
         self._passed: set[threading.Thread] = set()
         self._changing, self._used = threading.Lock(), threading.Event()
@@ -29,7 +29,7 @@ class _TimeLimit:
 
     @contextlib.contextmanager
     def __call__(self, seconds: float) -> Iterator[None]:
-        """Inside, `TooLong` is raised in this thread after so many seconds. Limits do not nest."""
+        """Inside, raise `TooLong` in this thread after `seconds`. Limits do not nest."""
         thread = threading.current_thread()
         with self._changing:
             self._deadlines[thread] = time.monotonic() + seconds
@@ -44,11 +44,11 @@ class _TimeLimit:
                 self._deadlines.pop(thread, None)
                 late = thread in self._passed
                 self._passed.discard(thread)
-            for _ in range(1000 * late):  # what has not been raised yet is raised at a jump backwards, and not later
+            for _ in range(1000 * late):  # a pending exception is raised at a jump backwards: here, and not later
                 pass
 
     def end(self, thread: threading.Thread) -> None:
-        """Raise it in that thread now, where that has a limit."""
+        """Raise `TooLong` in that thread now, if it has a limit."""
         with self._changing:
             if thread in self._deadlines:
                 self._deadlines[thread] = -math.inf

@@ -1,4 +1,4 @@
-"""Values that users give, checked by pydantic; its errors become `BadInput`, with value, rule and remedy.
+"""Checks values of users with pydantic; its errors become `BadInput`, with value, rule and remedy.
 
     @settings(called="")
     class Sampling:
@@ -6,8 +6,8 @@
         top_p: Annotated[Number, Field(gt=0, le=1), Rule("must be a number in (0, 1]")] = 1.0
 
 Types are strict: True is no number, and "1" is no whole number. Numbers of numpy become Python's, and a list is taken
-for a tuple. `__post_init__` checks what fields must be together. An annotation that cannot be evaluated, or that
-pydantic does not know, is not checked; all others are, those of users' subclasses and operations too.
+for a tuple. `__post_init__` checks rules between fields. An annotation that cannot be evaluated, or that pydantic does
+not know, is not checked; all others are, also in users' subclasses and operations.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from workbench.errors.plain_text import shown
 from workbench.support.named_fields import check_call
 
 T = TypeVar("T")
-OWNER = "_assign"  # in the `__dict__` of settings that belong to an object
+OWNER = "_assign"  # key in the `__dict__` of settings that belong to an object
 NO_DEFAULT = inspect.Parameter.empty
 CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-# pydantic's kind of error -> the rule; other kinds are said in pydantic's words
+# pydantic's kind of error -> the rule; other kinds have pydantic's text
 RULES = {
     "bool_type": "must be True or False",
     "callable_type": "must be a function",
@@ -67,8 +67,8 @@ RULES = {
     "string_type": "must be a text",
     "tuple_type": "must be a tuple or a list",
 }
-ESTIMATORS = ("gae", "grpo", "dr_grpo", "dapo", "rloo")  # which users give as a loss
-# where an object of a class of ours comes from
+ESTIMATORS = ("gae", "grpo", "dr_grpo", "dapo", "rloo")  # names that users give as a loss by mistake
+# how to get an object of a workbench class
 SOURCES = {
     "an Algorithm": "make one, such as wb.PPO(lab)",
     "a Batch": "give what lab.prompts.next(n), or a stage, has returned",
@@ -79,7 +79,7 @@ SOURCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """In an `Annotated`: the rule and the remedy of messages, where pydantic's constraint says too little."""
+    """For an `Annotated`: rule and remedy of messages, where pydantic's constraint says too little."""
 
     rule: str
     remedy: str = ""
@@ -89,7 +89,7 @@ def _as_int(value: Any) -> Any:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         return value
     number = int(value)
-    if not -(2**63) <= number < 2**64:  # of tensors, and of seeds
+    if not -(2**63) <= number < 2**64:  # the range of tensors and seeds
         raise PydanticCustomError("int_overflow", "must fit into 64 bits")
     return number
 
@@ -127,7 +127,7 @@ NonNegativeInt = Annotated[Whole, Field(ge=0)]
 PositiveFloat = Annotated[Number, Field(gt=0)]
 NonNegativeFloat = Annotated[Number, Field(ge=0)]
 FINITE = Field(allow_inf_nan=False)
-SEQUENCE = Strict(False)  # of a tuple: a list will do
+SEQUENCE = Strict(False)  # for a tuple: accept a list
 
 
 # --- settings and other dataclasses -----------------------------------------------------------------------------------
@@ -135,17 +135,17 @@ SEQUENCE = Strict(False)  # of a tuple: a list will do
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass whose fields are checked against their annotations. So are those of subclasses,
-    whichever `dataclass` made them.
+    """Make a class a frozen dataclass whose fields are checked against their annotations. Fields of subclasses are
+    checked as well, whichever `dataclass` decorator made them.
 
-    called: stands before the names of fields in messages; default: the class's name and a dot.
+    called: prefix of field names in messages; default: the class's name and a dot.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         check_before_post_init(cls, called)
         made: Any = dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
         init, frozen = made.__init__, made.__setattr__
-        hints, signature = get_type_hints(made), inspect.signature(made)  # for people: without constraints
+        hints, signature = get_type_hints(made), inspect.signature(made)  # for readers: without constraints
         made.__signature__ = signature.replace(
             parameters=[p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
         )
@@ -184,13 +184,13 @@ def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[ty
 
 
 def is_settings(kind: Any) -> bool:
-    """Whether a class was made by `settings`, or derived from such a class."""
+    """Whether a class was made by `settings`, or is a subclass of one that was."""
     return isinstance(kind, type) and getattr(kind, "__is_settings__", False)
 
 
 def owned(value: T, assign: Callable[[str, Any], Any]) -> T:
-    """A copy of settings that calls `assign(field, value)` for an assignment to one of its fields, and keeps what that
-    returns. Copies of it, and what is pickled, are frozen as all settings are."""
+    """Return a copy of settings that calls `assign(field, value)` when a field is assigned, and keeps what that
+    returns. Its copies and pickles are frozen like all settings."""
     mine = copy.copy(value)
     mine.__dict__[OWNER] = assign
     return mine
@@ -199,8 +199,8 @@ def owned(value: T, assign: Callable[[str, Any], Any]) -> T:
 def check_before_post_init(
     cls: type[Any], called: str | None = None, then: Callable[[Any], None] = lambda made: None
 ) -> None:
-    """Let a class that will be a dataclass check its fields before its `__post_init__`. called: as in `settings`. then:
-    called with an instance that has been made."""
+    """Make a class that will become a dataclass check its fields before its `__post_init__`. called: as in `settings`.
+    then: called with each finished instance."""
     after = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any, *args: Any) -> None:
@@ -216,9 +216,9 @@ def check_before_post_init(
 
 
 def check_fields(instance: Any, prefix: str) -> None:
-    """Check the fields of a dataclass against their annotations; values are kept as these want them.
+    """Check the fields of a dataclass against their annotations, and convert values as these require.
 
-    prefix: stands before the names of fields in messages. A field may have its default, whatever the annotation says.
+    prefix: precedes field names in messages. A field may always have its default, whatever the annotation says.
     """
     kind = type(instance)
     if "__checked_fields__" not in vars(kind):
@@ -237,7 +237,7 @@ def check_fields(instance: Any, prefix: str) -> None:
 
 
 def checked(name: str, value: Any, hint: Any, default: Any = NO_DEFAULT) -> Any:
-    """`value`, as an annotation wants it; `BadInput` where it is something else. default: for the remedy."""
+    """Return `value`, converted to its annotation. Raises `BadInput` for a wrong value. default: for the remedy."""
     adapter = _adapter(hint)
     return value if adapter is None else _validated(adapter, "", name, value, hint, default)
 
@@ -267,12 +267,12 @@ def whole(name: str, value: int, least: int = 1) -> None:
 def _adapter(hint: Any) -> TypeAdapter[Any] | None:
     try:
         return _cached_adapter(hint)
-    except TypeError:  # not hashable
+    except TypeError:  # the hint is not hashable
         return _make_adapter(hint)
 
 
 def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
-    """None for an annotation that pydantic does not know."""
+    """Return an adapter; None for an annotation that pydantic does not know."""
     try:
         return TypeAdapter(value_type(hint), config=CONFIG)
     except (PydanticUserError, SchemaError, TypeError):
@@ -283,8 +283,8 @@ _cached_adapter = functools.lru_cache(maxsize=512, typed=True)(_make_adapter)
 
 
 def value_type(hint: Any) -> Any:
-    """The annotation that a value is checked against: numbers may be numpy's, a list is taken for a tuple, an object of
-    a class is checked by `isinstance`, and of the metadata only pydantic's counts."""
+    """Return the annotation that a value is checked against: numbers may be numpy's, a list is accepted as a tuple, an
+    object of a class is checked by `isinstance`, and of the metadata only pydantic's counts."""
     origin, args = get_origin(hint), get_args(hint)
     inner = tuple(map(value_type, args)) if origin not in (Annotated, Literal, Callable) else ()
     if hint in (int, float):
@@ -317,7 +317,7 @@ def value_type(hint: Any) -> Any:
 
 
 def hints_of(owner: Any) -> dict[str, Any]:
-    """The annotations of a function, or of a class and its bases, without those that cannot be evaluated."""
+    """Return the annotations of a function, or of a class and its bases, without those that cannot be evaluated."""
     parts = reversed(owner.__mro__) if isinstance(owner, type) else [inspect.unwrap(owner)]
     found: dict[str, Any] = {}
     for part in parts:
@@ -328,7 +328,7 @@ def hints_of(owner: Any) -> dict[str, Any]:
             try:
                 one = types.SimpleNamespace(__annotations__={name: hint})
                 found |= get_type_hints(one, names, local, include_extras=True)
-            except Exception:  # what an expression can raise: NameError, AttributeError, SyntaxError and others
+            except Exception:  # an expression can raise NameError, AttributeError, SyntaxError and others
                 continue
     return found
 
@@ -337,7 +337,7 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 
 def _refused(error: ValidationError, name: str, value: Any, hint: Any, default: Any) -> Exception:
-    """The error for a value that pydantic refused: its first one; of a union, of all branches."""
+    """Return the error for a value that pydantic refused: for its first error; for a union, of all branches."""
     details = error.errors(include_url=False)
     if isinstance(raised := details[0].get("ctx", {}).get("error"), WorkbenchError):
         return raised
@@ -355,7 +355,7 @@ def _refused(error: ValidationError, name: str, value: Any, hint: Any, default: 
 
 
 def _said(detail: ErrorDetails) -> str:
-    """The rule that a value breaks."""
+    """Return the rule that a value breaks."""
     kind, ctx = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         return f"must be one of {', '.join(_choices(detail))}"
@@ -373,7 +373,7 @@ def _choices(detail: ErrorDetails) -> list[str]:
 
 
 def _remedy(name: str, value: object, detail: ErrorDetails, default: object) -> str:
-    """The nearest choice, the source of an object, the default, or the limit. name: such as "Sampling.top_p"."""
+    """Return the nearest choice, the source of an object, the default, or the limit. name: such as "Sampling.top_p"."""
     field, kind, ctx = name.rpartition(".")[2], detail["type"], detail.get("ctx", {})
     called = f"{field}=" if field.isidentifier() else ""
     if kind == "literal_error":
@@ -394,7 +394,7 @@ def _remedy(name: str, value: object, detail: ErrorDetails, default: object) -> 
 
 
 def _item(place: tuple[int | str, ...], name: str, value: Any) -> tuple[str, Any]:
-    """Name and value of what is wrong inside lists and mappings; branches of a union are passed over."""
+    """Return name and value of the wrong part inside lists and mappings; branches of a union are skipped."""
     if place[-1:] == ("[key]",):
         return f"a key of {name}", place[-2]
     for step in place:
@@ -406,7 +406,7 @@ def _item(place: tuple[int | str, ...], name: str, value: Any) -> tuple[str, Any
 
 
 def _rule_of(hint: Any) -> tuple[str, str]:
-    """Rule and remedy of an annotation that has a `Rule`, or has one in a union; else two empty texts."""
+    """Return rule and remedy of an annotation with a `Rule`, or with one in a union; otherwise two empty texts."""
     origin, args = get_origin(hint), get_args(hint)
     for part in args[1:] if origin is Annotated else ():
         if isinstance(part, Rule):

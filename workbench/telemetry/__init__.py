@@ -1,8 +1,8 @@
-"""What happened: spans, transfers, syncs, metrics, events, memory; recorded where the work is, kept on disk, read as
+"""Spans, transfers, syncs, metrics, events and memory readings: recorded where the work is done, kept on disk, read as
 frames.
 
-A new kind of span is one line in `spans.KIND_MEANINGS`, and a pattern in `workbench.display.timeline` if it should
-be told apart there.
+To add a kind of span, add a line to `spans.KIND_MEANINGS`, and a pattern in `workbench.display.timeline` if the
+timeline should distinguish it.
 """
 
 from workbench.telemetry.memory import MemoryReading

@@ -1,4 +1,4 @@
-"""What one host held at one time, by whom and for what."""
+"""The memory of one host at one time, by owner and use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ IN_HOST_MEMORY = "offloaded"
 
 
 def capacity_bytes(seen: Mapping[str, Any]) -> int:
-    """The memory of a host's device, from the answer of `Host.describe`: of the GPU, or of the machine, whose processes
-    share it."""
+    """Return the memory of a host's device, from the answer of `Host.describe`: of the GPU, or of the machine, whose
+    processes share it."""
     return int(seen["device_bytes"] or seen["machine_bytes"])
 
 
@@ -20,7 +20,7 @@ class MemoryReading:
     """The memory of one host, as it answered.
 
     time_s: unix time. device: such as "cuda:0". held: bytes by role and use, on the device, except "offloaded", which
-    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that others have yet to take: in host
+    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that wait for receivers: in host
     memory. resident_bytes: of its process. used_bytes: of its GPU, by all processes; 0 on a CPU. capacity_bytes: of the
     GPU, or of the machine, whose processes share it. error: why it did not answer; then all figures are 0.
     """
@@ -41,7 +41,7 @@ class MemoryReading:
 
     @classmethod
     def of(cls, seen: Mapping[str, Any], *, time_s: float, iteration: int) -> MemoryReading:
-        """From the answer of `Host.describe`."""
+        """Make a reading from the answer of `Host.describe`."""
         held = {
             role: {use: n for use, n in held.items() if isinstance(n, int) and use != "micro_batch_tokens"}
             for role, held in seen["roles"].items()
@@ -60,11 +60,11 @@ class MemoryReading:
         return self.device.startswith("cuda")
 
     def shares(self) -> dict[tuple[str, str], int]:
-        """Bytes of the device's memory by owner and use; the last is what is left of all that is used.
+        """Return bytes of the device's memory by owner and use; the last entry is the rest of the used memory.
 
-        On a GPU: of roles, and "other" of the device: contexts, allocators' caches, other processes. On a CPU: of
-        roles, batches and published weights, and "other" of the process: code, libraries, activations, allocators'
-        caches. So they sum to what the device, or the process, uses; to more where some of it was never touched.
+        On a GPU: roles, and "other" on the device: contexts, allocators' caches, other processes. On a CPU: roles,
+        batches and published weights, and "other" of the process: code, libraries, activations, allocators' caches.
+        They sum to the memory that the device, or the process, uses, or to more, where some memory was never touched.
         """
         found = {
             (role, use): n

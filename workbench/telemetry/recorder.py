@@ -43,7 +43,7 @@ def _cuda_peak_bytes() -> int:
 def _reset_cuda_peak() -> None:
     import torch
 
-    # measuring must not be what starts CUDA
+    # measuring must not initialize CUDA
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
         torch.cuda.reset_peak_memory_stats()
 
@@ -78,7 +78,7 @@ class PeakMeter:
     """Peaks of any number of open intervals from one shared mark.
 
     Each opening and closing reads the mark, credits it to every interval open until then, and resets it. So an outer
-    interval keeps the peak that an inner one saw, and the inner one does not inherit what came before it.
+    interval keeps the peak of an inner one, and an inner interval does not inherit an earlier peak.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -112,7 +112,7 @@ _UNBOUND: dict[str, Any] = {"stage": "", "run": -1, "role": "", "pool": "", "ran
 
 @dataclass
 class OpenSpan:
-    """A span, or a transfer, that is not over: add to its counts while the work goes on."""
+    """A span or a transfer that has not ended: add to its counts while the work goes on."""
 
     bytes: int = 0
     tokens: int = 0
@@ -136,8 +136,8 @@ _active = _Active()
 class Recorder:
     """Collects spans, transfers and syncs until `drain`. Labels and nesting belong to the thread that set them.
 
-    Times are read from the monotonic clock and shifted to unix time once a stage call, so that a step of the system's
-    clock never turns a child out of its parent.
+    Times are read from the monotonic clock and shifted to unix time once per stage call, so that a step of the system's
+    clock never moves a child out of its parent.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Recorder:
 
     @property
     def pool(self) -> str:
-        """The pool that this thread's work is labelled with; "" outside a stage."""
+        """The pool label of this thread's work; "" outside a stage."""
         return str(self._here.labels["pool"])
 
     def now_s(self) -> float:
@@ -175,7 +175,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, *, bytes: int = 0, tokens: int = 0, note: str = "") -> Iterator[OpenSpan]:
-        """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and goes on."""
+        """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and re-raised."""
         check_kind(kind)
         meter = self.peak_meter()
         kinds = self._here.kinds
@@ -196,8 +196,8 @@ class Recorder:
             self._add(kind, start_s, end_s, counts, peak, parent)
 
     def begin(self, kind: str, *, bytes: int = 0, note: str = "") -> Callable[[float | None], None]:
-        """A span that begins now, for work that goes on while other spans open and close. What this gives ends it: with
-        its seconds, or None for until now. Labels and parent are those of its beginning."""
+        """Begin a span for work that goes on while other spans open and close. Call the returned function to end it:
+        with the span's seconds, or None for until now. Labels and parent are those of the beginning."""
         check_kind(kind)
         labels, parent, start_s = self._here.labels, (self._here.kinds or [""])[-1], self.now_s()
 
@@ -209,14 +209,14 @@ class Recorder:
 
     def add(self, kind: str, start_s: float, end_s: float, *, note: str = "") -> None:
         """Record a span whose times are known, such as the queue time of a call stamped by the controller. A start
-        after the end (clocks of two machines differ) counts as zero length."""
+        after the end (clocks of two machines differ) counts as zero seconds."""
         kinds = self._here.kinds
         self._add(kind, min(start_s, end_s), end_s, OpenSpan(note=note), 0, kinds[-1] if kinds else "")
 
     @contextmanager
     def transfer(self, source: str, destination: str, **what: Any) -> Iterator[OpenSpan]:
-        """Time the block as one movement of bytes; set `.bytes` on what it yields. what: batch, columns and kind, see
-        `add_transfer`. Nothing is recorded for a block that raises: nothing is known to have arrived."""
+        """Time the block as one movement of bytes; set `.bytes` on the yielded object. what: batch, columns and kind,
+        see `add_transfer`. A block that raises is not recorded, because it is unknown what arrived."""
         moved, start_s = OpenSpan(), self.now_s()
         yield moved
         self.add_transfer(source, destination, start_s, self.now_s(), bytes=moved.bytes, **what)
@@ -233,7 +233,7 @@ class Recorder:
         columns: str = "",
         kind: TransferKind = "batch",
     ) -> None:
-        """Record a transfer whose times are known, such as one of several that were under way together."""
+        """Record a transfer whose times are known, such as one of several that ran at the same time."""
         labels = self._here.labels
         made = Transfer(
             stage=labels["stage"], run=labels["run"], source=source, destination=destination, bytes=int(bytes),
@@ -244,8 +244,8 @@ class Recorder:
 
     @contextmanager
     def sync(self, event: SyncEvent, *, version: int, trained_version: int, restored: int = 0) -> Iterator[OpenSync]:
-        """Time the block as an event of the ledger of weights, see `Sync`; set on what it yields what it finds out. An
-        error is noted and goes on."""
+        """Time the block as an event of the ledger of weights, see `Sync`; set the findings on the yielded object. An
+        error is noted and re-raised."""
         found = OpenSync(version=version, trained_version=trained_version, restored=restored)
         start_s, failed = self.now_s(), ""
         try:
@@ -262,7 +262,7 @@ class Recorder:
                 self._syncs.append(made)
 
     def drain(self) -> tuple[list[Span], list[Transfer], list[Sync]]:
-        """What was recorded since the last call, from all threads; open spans come with a later one."""
+        """Return what all threads recorded since the last call; spans that are open come with a later call."""
         with self._lock:
             spans, self._spans = self._spans, []
             transfers, self._transfers = self._transfers, []
@@ -270,8 +270,8 @@ class Recorder:
         return spans, transfers, syncs
 
     def peak_meter(self) -> PeakMeter:
-        """What measures the peaks of spans, and of other intervals."""
-        with self._lock:  # one meter: two would reset each other's mark
+        """Return the meter of the peaks of spans and other intervals."""
+        with self._lock:  # only one meter: two would reset each other's mark
             if self._meter is None:
                 self._meter = PeakMeter(gauge(self._here.labels["device"]))
             return self._meter

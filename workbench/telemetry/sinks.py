@@ -1,7 +1,7 @@
-"""Metrics to a tracker as they come: TensorBoard, Weights & Biases, MLflow, trackio. A step is an iteration, names are
-"stage/metric" as in `lab.metrics()`.
+"""Sends metrics to a tracker as they come: TensorBoard, Weights & Biases, MLflow, trackio. A step is an iteration,
+names are "stage/metric" as in `lab.metrics()`.
 
-To add one: a class with `__init__(project, run, **options)`, `log` and `close`, and its line in `TRACKERS`.
+To add a tracker, write a class with `__init__(project, run, **options)`, `log` and `close`, and a line in `TRACKERS`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import said
 from workbench.support.named_fields import meant
 
-PROJECT = "workbench"  # where none is named
+PROJECT = "workbench"  # the default project
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker gets to know of a run: its name, its folder, and the settings that it was opened with, by name."""
+    """The facts about a run that a tracker gets: its name, its folder, and the settings it was opened with, by name."""
 
     name: str
     folder: Path
@@ -33,7 +33,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes metrics by name, as they come; `close` sends what is left, and says whether the run failed."""
+    """Takes metrics by name, as they come; `close` sends the rest. failed: whether the run failed."""
 
     def log(self, values: Mapping[str, float], iteration: int, time_s: float) -> None: ...
 
@@ -63,10 +63,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, its files in the run folder; WANDB_MODE=offline keeps it there. project: its project.
+    """A run of Weights & Biases, its files in the run folder; WANDB_MODE=offline sends nothing. project: its project.
 
-    The iteration is what curves are drawn over, and not wandb's own step, which must not go back: a stage of an older
-    batch may be run again. options: of `wandb.init`.
+    Curves are drawn over the iteration, not over wandb's own step, which must not decrease: a stage of an older batch
+    may run again. options: of `wandb.init`.
     """
 
     def __init__(self, project: str | None, run: TrackedRun, **options: Any) -> None:
@@ -85,7 +85,7 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, where MLFLOW_TRACKING_URI says, in the background. project: its experiment.
+    """A run of MLflow at MLFLOW_TRACKING_URI, logged in the background. project: its experiment.
 
     options: of `MlflowClient.create_run`.
     """
@@ -113,12 +113,12 @@ class MLflow:
 
         flush_async_logging()
         if self._last is not None:
-            self._last.wait()  # raises what went wrong
+            self._last.wait()  # raises its error
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 class Trackio:
-    """A run of trackio, in its folder on this machine or where its options say. project: its project.
+    """A run of trackio, in its folder on this machine or as its options say. project: its project.
 
     options: of `trackio.init`, such as `space_id=`.
     """
@@ -136,12 +136,12 @@ class Trackio:
         self._run.finish()
 
 
-# by the name of the package that each needs
+# by the name of the package that each tracker needs
 TRACKERS: Mapping[str, type[Any]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Sinks:
-    """The trackers to which the metrics of one workbench go. One that fails is given up with a warning."""
+    """The trackers that get the metrics of one workbench. A tracker that fails is dropped with a warning."""
 
     def __init__(self) -> None:
         self._trackers: dict[tuple[str, str | None], Tracker] = {}
@@ -151,7 +151,7 @@ class Sinks:
         return f"Sinks({', '.join(name for name, _ in self._trackers)})"
 
     def add(self, tracker: str, project: str | None, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        """Start a tracker; the same one with the same project is started once. Raises `BadInput` where it will not."""
+        """Start a tracker, once for each tracker and project. Raises `BadInput` where the tracker does not start."""
         name, written = check_tracker(tracker)
         key = name, project if project is not None else written
         if key in self._trackers:
@@ -166,7 +166,7 @@ class Sinks:
             ) from error
 
     def log(self, stage: str, iteration: int, values: Mapping[str, float]) -> None:
-        """Send what one stage call reported."""
+        """Send the metrics of one stage call."""
         if not self._trackers:
             return
         named, time_s = {f"{stage}/{name}": value for name, value in values.items()}, time.time()
@@ -183,7 +183,7 @@ class Sinks:
                     )
 
     def close(self, failed: bool = False) -> None:
-        """Have all send what is left. failed: whether the run did."""
+        """Have all trackers send the rest. failed: whether the run failed."""
         with self._lock:
             trackers = list(self._trackers.items())
             self._trackers.clear()
@@ -195,7 +195,7 @@ class Sinks:
 
 
 def check_tracker(text: str) -> tuple[str, str | None]:
-    """Name and project of "NAME" or "NAME=PROJECT". Raises `BadInput` for a tracker that there is not, and
+    """Return name and project of "NAME" or "NAME=PROJECT". Raises `BadInput` for an unknown tracker, and
     `MissingDependency` for one that is not installed."""
     name, _, project = str(text).partition("=")
     if name not in TRACKERS:
@@ -208,5 +208,5 @@ def check_tracker(text: str) -> tuple[str, str | None]:
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow takes letters, digits and -_. :/ in names."""
+    """Replace characters that MLflow does not allow in names: it takes letters, digits and -_. :/"""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

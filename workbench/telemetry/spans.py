@@ -1,9 +1,8 @@
-"""One timed piece of work on one rank, and one movement of bytes from one rank to another.
+"""Spans (timed work on one rank) and transfers (bytes moved from one rank to another), and their Chrome trace events,
+which Perfetto reads.
 
-Spans and transfers as Chrome trace events, which Perfetto reads.
-
-Format: Google's "Trace Event Format". Devices are processes and roles are threads. Complete events ("X") of one thread
-must nest, which holds for the work of a role on a device; waiting and transfers may overlap anything, so they are
+Trace format: Google's "Trace Event Format". Devices are processes, roles are threads. Complete events ("X") of a thread
+must nest, which holds for the work of a role on a device. Waiting and transfers may overlap with all else, so they are
 asynchronous events ("b", "e").
 """
 
@@ -45,8 +44,8 @@ TransferKind = Literal["batch", "weights", "move"]
 class Span:
     """One timed piece of work on one rank.
 
-    A stage leaves on each rank one "queue", one "transfer" and one "compute" span; `parent` is "" for these and, for
-    a span inside another, the kind of the enclosing one.
+    A stage leaves one "queue", one "transfer" and one "compute" span on each rank, whose `parent` is ""; the `parent`
+    of a span inside another one is the kind of the enclosing span.
 
     run: number of the stage call. start_s, end_s: unix time. bytes: moved by this piece of work.
     tokens: processed by it (generated, for "generate"). peak_memory_bytes: see `workbench.telemetry.recorder`; 0 where
@@ -69,7 +68,7 @@ class Span:
     parent: str = ""
 
     def row(self) -> dict[str, Any]:
-        """The span as stored and as a row of the spans frame: units in the names."""
+        """Return the span as stored and as a row of the spans frame, with units in the names."""
         return _with_units({**vars(self)}, {"bytes": "moved_bytes", "tokens": "processed_tokens"})
 
 
@@ -77,9 +76,9 @@ class Span:
 class Transfer:
     """One movement of bytes from one rank to another.
 
-    source, destination: "role:rank" or another stable name of the two ends. bytes: counted, not estimated.
-    batch: name of the batch ("" for weights). columns: what was moved, comma-separated; of weights their layer.
-    kind: "batch", rows for a stage; "weights", for generation or a reference; "move", what a change of placement moves.
+    source, destination: "role:rank" or another stable name of the two ends. bytes: counted, not estimated. batch: name
+    of the batch ("" for weights). columns: the moved columns, comma-separated; for weights their layer. kind: "batch":
+    rows for a stage; "weights": for generation or a reference; "move": state, in a change of placement.
     """
 
     stage: str
@@ -94,7 +93,7 @@ class Transfer:
     kind: TransferKind = "batch"
 
     def row(self) -> dict[str, Any]:
-        """The transfer as stored and as a row of the transfers frame: units in the names."""
+        """Return the transfer as stored and as a row of the transfers frame, with units in the names."""
         return _with_units({**vars(self)}, {"bytes": "moved_bytes"})
 
 
@@ -103,7 +102,7 @@ def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def check_kind(kind: str) -> None:
-    """Raise `BadInput` unless it is a kind of span."""
+    """Raise `BadInput` for an unknown kind of span."""
     if kind not in KIND_MEANINGS:
         raise BadInput(f"span kind={shown(kind)}", f"must be one of {', '.join(KIND_MEANINGS)}", "choose the nearest")
 
@@ -123,14 +122,14 @@ _TRANSFER_ARGS = ("stage", "run", "batch", "columns", "moved_bytes")
 
 
 def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows of the spans and transfers frames -> trace events, microseconds since the first start."""
+    """Convert rows of the spans and transfers frames to trace events, in microseconds since the first start."""
     origin_s = min((row["start_s"] for row in [*spans, *transfers]), default=0.0)
     processes: dict[str, int] = {}
     threads: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
     def track(process: str, thread: str) -> tuple[int, int]:
-        """Numbers of a process and of its thread, given out in order of appearance."""
+        """Return the numbers of a process and its thread, in order of first appearance."""
         pid = processes.setdefault(process, len(processes) + 1)
         return pid, threads.setdefault((pid, thread), len(threads) + 1)
 
@@ -163,7 +162,7 @@ def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[st
 
 
 def _us(time_s: float, origin_s: float) -> int:
-    # whole microseconds, rounded at both ends: a child that ends with its parent still does
+    # whole microseconds, rounded at both ends, so that a child that ends with its parent does so in the trace, too
     return round((time_s - origin_s) * 1e6)
 
 

@@ -1,11 +1,11 @@
 """Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
 
-One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, changed.jsonl, metrics.jsonl, settings.jsonl,
+Each workbench has one folder: spans.jsonl, transfers.jsonl, syncs.jsonl, changed.jsonl, metrics.jsonl, settings.jsonl,
 events.jsonl, memory.jsonl. Any process may read while another writes. A line is written at once and never changed, so a
 process killed in the middle of one costs that line only.
 
-What cannot be written, as on a full disk, ends no stage: it is kept in memory, up to a limit, and written when there is
-room; `unwritten` counts it, and a warning says so once.
+A failed write, as on a full disk, does not end a stage: the rows are kept in memory, up to a limit, and written when
+there is room; `unwritten` counts them, and one warning is given.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SUMMED_BY = ("kind", "stage", "source", "destination", "columns")
 SUM_COLUMNS = {
     **dict.fromkeys(SUMMED_BY, "str"), "transfers": "int64", "moved_bytes": "int64", "duration_s": "float64",
 }  # fmt: skip
-# So many of the last moves say how fast the next one will be, those of at least so many bytes.
+# The speed of the next move is estimated from the last MOVES moves, those of at least LARGE_BYTES bytes.
 MOVES, LARGE_BYTES = 4, 2**24
 
 
 class TransferSums:
-    """Sums of the transfers of one workbench, which may be asked for from any thread."""
+    """Sums of the transfers of one workbench. Any thread may read them."""
 
     def __init__(self, transfers: Follower) -> None:
         self._transfers = transfers
@@ -53,7 +53,7 @@ class TransferSums:
         self._lock = threading.Lock()
 
     def _read(self) -> None:
-        """Take in what was recorded since the last time."""
+        """Add the transfers that were recorded since the last call."""
         for row in self._transfers.new():
             moved, found = row["moved_bytes"], self._sums[tuple(row[name] for name in SUMMED_BY)]
             found[0] += 1
@@ -66,20 +66,20 @@ class TransferSums:
                     self._moves.pop(min(self._moves))
 
     def frame(self, kind: str | None = None) -> pandas.DataFrame:
-        """One row for each kind, stage, pair of ends and columns that moved: `SUM_COLUMNS`. kind: only these."""
+        """Return one row per kind, stage, pair of ends and columns: `SUM_COLUMNS`. kind: only transfers of it."""
         with self._lock:
             self._read()
             rows = [(*key, *sums) for key, sums in self._sums.items() if kind in (None, key[0])]
         return _frame(rows, SUM_COLUMNS)
 
     def runs(self, kind: str) -> dict[str, frozenset[int]]:
-        """The stage calls for which something of a kind moved, by stage."""
+        """Return, by stage, the numbers of the stage calls for which bytes of this kind moved."""
         with self._lock:
             self._read()
             return {stage: frozenset(runs) for (of, stage), runs in self._runs.items() if of == kind}
 
     def moves(self) -> tuple[int, int, float]:
-        """Of the last large moves: how many, their bytes, and for how many seconds some of these were on their way."""
+        """Return the number of the last large moves, their bytes, and for how many seconds any of them were moving."""
         with self._lock:
             self._read()
             moves = [move for move in self._moves.values() if sum(nbytes for *_, nbytes in move) >= LARGE_BYTES]
@@ -107,10 +107,10 @@ EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
 class TelemetryStore:
-    """The telemetry of one workbench in `folder` (made when something is written).
+    """The telemetry of one workbench in `folder` (created at the first write).
 
-    aside: whether metrics come from a comparison or a check, after which the state is as before; stored with each row.
-    sinks: the trackers to which all other metrics go too. transfer_sums: how much has moved, without reading all of it
+    aside: whether metrics come from a comparison or a check, which leave the state unchanged; stored with each row.
+    sinks: the trackers that get all other metrics. transfer_sums: sums that are kept without reading all transfers
     again.
     """
 
@@ -125,12 +125,12 @@ class TelemetryStore:
 
     @property
     def unwritten(self) -> int:
-        """Rows that are not on the disk: those that wait for room, and those that were dropped, as too many waited."""
+        """The number of rows that are not on the disk: rows that wait for room, and rows that were dropped."""
         with self._lock:
             return self._dropped + sum(text.count(b"\n") for text in self._waiting.values())
 
     def flush(self) -> None:
-        """Write what waits, if that is possible now, and warn of what is left."""
+        """Write the waiting rows, if that is possible now, and warn of those that are left."""
         with self._lock:
             for name in list(self._waiting):
                 self._write(name, b"")
@@ -158,8 +158,8 @@ class TelemetryStore:
     def append_metrics(
         self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat], *, rows: int = 0
     ) -> None:
-        """Add what one stage call reported. Values (numbers, arrays of one element) become floats; NaN and infinities
-        are kept as such. rows: that it worked on. Raises `BadInput` for a name that is a column of its own."""
+        """Add the metrics of one stage call. Values (numbers, arrays of one element) become floats; NaN and infinities
+        are kept. rows: how many the stage worked on. Raises `BadInput` for a name in `METRIC_COLUMNS`."""
         taken = sorted(set(values) & METRIC_COLUMNS.keys())
         if taken:
             raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")
@@ -170,57 +170,57 @@ class TelemetryStore:
             self.sinks.log(stage, iteration, numbers)
 
     def reported(self, stage: str, run: int) -> bool:
-        """Whether the metrics of a stage call are here."""
+        """Whether the metrics of a stage call are stored."""
         return any(row["stage"] == stage for row in self._read("metrics", b'"run":%d,' % run))
 
     def append_event(self, event: str, **details: Any) -> None:
-        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
+        """Add an event (a placement opened, a host died), with details that JSON can hold."""
         self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
 
     def append_settings(self, algorithm: str, iteration: int, values: Mapping[str, Any], **others: Any) -> None:
-        """Add the settings of an algorithm, plain values by name, as they are from an iteration on. others: what else
-        its stages depend on, see `note_settings`."""
+        """Add the settings of an algorithm, plain values by name, that hold from an iteration on. others: other
+        settings that its stages depend on, see `note_settings`."""
         row = {"time_s": time.time(), "iteration": iteration, "algorithm": algorithm}
         self._append("settings", [{**row, "values": dict(values), **others}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
-        """Add what hosts said of their memory, and which of them said nothing."""
+        """Add the memory readings of hosts, including hosts that did not answer."""
         self._append("memory", [reading.row() for reading in readings])
 
     def spans(self, run: NonNegativeInt | None = None) -> pandas.DataFrame:
-        """Every timed piece of work on every rank, one a row, by start, seconds and bytes: `SPAN_COLUMNS`. Child spans
-        lie inside their parents: sum `parent == ""` only.
+        """Return every timed piece of work on every rank, one per row, ordered by start: `SPAN_COLUMNS`. Child spans
+        lie inside their parents, so sum only rows with `parent == ""`.
 
-        run: only those of one stage call; the lines of others are not parsed.
+        run: only the spans of one stage call; other lines are not parsed.
         """
         return _timed_frame(self._read("spans", b"" if run is None else b'"run":%d,' % run), SPAN_COLUMNS)
 
     def transfers(self) -> pandas.DataFrame:
-        """One row a transfer, by start: `TRANSFER_COLUMNS`."""
+        """Return one row per transfer, ordered by start: `TRANSFER_COLUMNS`."""
         return _timed_frame(self._read("transfers"), TRANSFER_COLUMNS)
 
     def syncs(self) -> pandas.DataFrame:
-        """The ledger of weights: one row a sync and one a generation, in order, with what is wrong with it.
+        """Return the ledger of weights: one row per sync and per generation, in order, with a verdict.
 
-        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
-        slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
-        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
-        taken where `Generation.check_sync` says so.
-        verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
-        the engine had these weights; "failed". With culprit (weight, rank) and remedy.
+        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: the sync
+        strategy that moved slices between ranks. moved_bytes: between ranks, on all of them; taken_bytes: given to the
+        engines. checksum_sent, checksum_received: of the moved weights, in the memory of the senders and of the
+        receivers; computed if `Generation.check_sync` is set. verdict: "ok"; "checksum differs"; "not synced", drawn
+        with other weights than the trainer had; "synced twice", the engine had these weights; "failed". With culprit
+        (weight, rank) and remedy.
         """
         return judged(self._read("syncs"))
 
     def changed(self) -> pandas.DataFrame:
-        """What updates changed, as far as it was noted: see `lab.changed`, which notes it up to now."""
+        """Return the noted changes by updates. `lab.changed` also notes the latest ones."""
         return changed_frame(self._read("changed"))
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
-        """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.
+        """Return one row per stage call, in order: time_s, iteration, stage, run, then a column for each metric.
 
-        Wide, because metrics of one call belong together: `metrics("update_actor").plot("iteration", "clip_fraction")`.
-        `melt` makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its
-        metrics only.
+        The frame is wide, because metrics of one call belong together: `metrics("update_actor").plot("iteration",
+        "clip_fraction")`. `melt` makes it long. A metric that a call did not report is NaN. stage: only its rows and
+        metrics.
         """
         rows = [row for row in self._read("metrics") if stage in (None, row["stage"])]
         names = list(dict.fromkeys(name for row in rows for name in row["values"]))
@@ -229,12 +229,12 @@ class TelemetryStore:
         return _frame(wide, {**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
 
     def events(self) -> pandas.DataFrame:
-        """One row an event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
+        """Return one row per event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
         return _frame(self._read("events"), EVENT_COLUMNS)
 
     def lives(self) -> pandas.DataFrame:
-        """One row a stretch between opening, attachments and recoveries, in order: begins_s, ends_s (unix times;
-        infinity for the last one), because (the event that began it). Iterations that were made again after a
+        """Return one row per period between opening, attachments and recoveries, in order: begins_s, ends_s (unix
+        times; infinity for the last one), because (the event that began it). Iterations that were repeated after a
         recovery are in `metrics` twice, in two lives: `pandas.merge_asof(metrics, lives, left_on="time_s",
         right_on="begins_s")` says which."""
         import pandas
@@ -246,7 +246,7 @@ class TelemetryStore:
                                  "because": begun["event"].tolist()})  # fmt: skip
 
     def memory(self) -> pandas.DataFrame:
-        """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
+        """Return one row per owner and use in each host's answer: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
         shares = [
             {**row, "owner": owner, "use": use, "held_bytes": n}
             for row in self._read("memory")
@@ -256,12 +256,12 @@ class TelemetryStore:
         return _frame(shares, MEMORY_COLUMNS)
 
     def follow(self, name: str) -> Follower:
-        """What is added to "spans", "transfers", ... from now on is `.new()`, and first all that is there."""
+        """Return a reader of "spans", "transfers", ...: `.new()` gives first all rows, then only new ones."""
         return Follower(self._path(name))
 
     def chrome_trace(self, path: str | Path) -> Path:
-        """Write everything that happened, spans and transfers, as a Chrome trace, which Perfetto and chrome://tracing
-        open; returns the path."""
+        """Write all spans and transfers as a Chrome trace, which Perfetto and chrome://tracing open; returns the
+        path."""
         spans: list[Any] = self.spans().to_dict("records")
         transfers: list[Any] = self.transfers().to_dict("records")
         target = files.path_of(path, "path")
@@ -280,7 +280,7 @@ class TelemetryStore:
             self._write(name, text.encode())
 
     def _write(self, name: str, new: bytes) -> None:
-        """Append lines, after those that wait. What is not written, whatever the reason, waits."""
+        """Append lines, after the waiting ones. Lines that cannot be written, for any reason, wait."""
         old = self._waiting.get(name, b"")
         text, written, descriptor = old + new, 0, -1
         try:
@@ -288,11 +288,11 @@ class TelemetryStore:
             descriptor = files.open_to_append(self._path(name))
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
-                os.write(descriptor, b"\n")  # a writer ended here: its rest must not swallow our first line
+                os.write(descriptor, b"\n")  # half a line of a dead writer must not swallow our first line
             while written < len(text):
                 written += os.write(descriptor, text[written:])
             self._waiting.pop(name, None)
-        except BaseException as error:  # half a line may be there: no reader takes it, and it is written again
+        except BaseException as error:  # half a line may be in the file: readers skip it, and it is written again
             begin = text.rfind(b"\n", 0, written) + 1
             self._keep(name, text[begin : len(old)], text[max(begin, len(old)) :])
             if not isinstance(error, OSError):
@@ -303,7 +303,7 @@ class TelemetryStore:
                 os.close(descriptor)
 
     def _keep(self, name: str, old: bytes, new: bytes) -> None:
-        """Have lines wait: the old ones, which waited before, and the new ones where there is room for them."""
+        """Keep lines that wait: the old ones, which waited before, and the new ones if there is room."""
         self._waiting.pop(name, None)
         if sum(map(len, self._waiting.values())) + len(old) + len(new) > KEEP_BYTES:
             self._dropped += new.count(b"\n")
@@ -322,7 +322,7 @@ class TelemetryStore:
             )
 
     def _read(self, name: str, having: bytes = b"") -> list[dict[str, Any]]:
-        """The rows of a file, and those that wait. having: only of lines that hold this."""
+        """Return the rows of a file, and the waiting ones. having: only rows of lines with this text."""
         with self._lock:
             waiting = self._waiting.get(name, b"")
             try:
@@ -336,21 +336,21 @@ class TelemetryStore:
 
 
 class Follower:
-    """Reads a growing file of JSON lines piece by piece: each `new()` costs what was added since the last."""
+    """Reads a growing file of JSON lines step by step: each `new()` reads only what was added since the last."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
 
     @property
     def size_bytes(self) -> int:
-        """Of what is there, whether `new` has given it or not."""
+        """The size of the file, whether `new` has returned its rows or not."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:
             return 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The rows that were added, as they are stored; a line that is still being written comes when it is whole."""
+        """Return the rows that were added, as stored; a line that is still being written comes once it is complete."""
         if self.size_bytes <= self._offset:
             return []
         with files.opened(self._path, limit=None) as file:
@@ -362,9 +362,9 @@ class Follower:
 
 
 def json_rows(text: bytes) -> list[dict[str, Any]]:
-    """The rows of lines of JSON, but for those that cannot be read."""
+    """Parse lines of JSON into rows; skip lines that cannot be read."""
     lines = text.splitlines()
-    with suppress(ValueError):  # as one list it takes a third of the time
+    with suppress(ValueError):  # parsing as one list takes a third of the time
         rows = json.loads(b"[" + b",".join(lines) + b"]")
         if len(rows) == len(lines) and all(type(row) is dict for row in rows):
             return rows
@@ -372,7 +372,7 @@ def json_rows(text: bytes) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line's row; None for one that cannot be read."""
+    """Return a line's row; None for a line that cannot be read."""
     try:
         row = json.loads(line) if line else None
     except (ValueError, RecursionError):  # a JSON error, and half a character
@@ -381,7 +381,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _frame(rows: Sequence[Any], columns: Mapping[str, str]) -> pandas.DataFrame:
-    """columns: their types, by name."""
+    """Make a frame. columns: types by name."""
     import pandas
 
     return pandas.DataFrame(rows, columns=list(columns)).astype(dict(columns))
@@ -394,7 +394,7 @@ def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.
 
 
 def _strict(value: Any) -> Any:
-    """`value` with NaN and infinities as their names, which strict JSON has no numbers for."""
+    """Replace NaN and infinities by their names, because strict JSON has no numbers for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The ledger of weights: what each sync gave a generation engine, and with which weights each generation was made."""
+"""The ledger of weights: which weights each sync gave an engine, and with which weights each generation was made."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ REMEDIES = {
 
 @dataclass(kw_only=True)
 class OpenSync:
-    """An event that is not over: what may not be known before, see `Sync`.
+    """An event that has not ended: the fields that may become known only at its end, see `Sync`.
 
-    changed: of a "change", which the trainer notes, what its updates changed since `version`. By weight: its layer, its
+    changed: for a "change", noted by the trainer: what its updates changed since `version`. By weight: its layer, its
     elements (0: as many as all ranks compared), how many of them this rank compared, how many of these differ in
     float32 and how many after rounding, and the squared norm of the difference.
     """
@@ -58,12 +58,12 @@ class Sync(OpenSync):
 
     event: "sync", the engine takes weights; "generation", it draws responses. version: of the engine's weights, after a
     sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
-    put back to an earlier state, after which equal versions are not equal weights. lacked: the engine had none, as
-    after its sleep or when it was made anew. strategy: by which slices moved between ranks; "patches" where rollout
-    workers were told what changed; "" where they were not, or each rank had whole weights. moved_bytes: that arrived
-    from other ranks; whole_bytes: of the slices that they were of, changed or not. taken_bytes: handed to the engine.
-    sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has another
-    checksum here than at its sender, "weight from rank n". failed: the kind of error that ended it.
+    put back to an earlier state; after that, equal versions need not be equal weights. lacked: the engine had no
+    weights, as after its sleep or when it was new. strategy: how slices moved between ranks; "patches": rollout workers
+    got only the changes; "": they did not, or each rank had whole weights. moved_bytes: arrived from other ranks;
+    whole_bytes: of the whole slices, changed or not. taken_bytes: given to the engine. sent, received: checksums of the
+    arrived weights, at the senders and here; None: not computed. differ: weights whose checksums differ, as "weight
+    from rank n". failed: the type of the error that ended it.
     """
 
     stage: str
@@ -80,17 +80,17 @@ class Sync(OpenSync):
 
 
 def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """One row an event, all its ranks together, in order: `SYNC_COLUMNS`.
+    """Return one row per event, over all its ranks, in order: `SYNC_COLUMNS`.
 
-    verdict: "ok", or what was found wrong, with the culprit: "checksum differs", a weight is not what was sent; "not
-    synced", the engine generated with other weights than the trainer had; "synced twice", its last sync had given it
-    the same weights; "failed", an error ended the sync.
+    verdict: "ok", or the problem, with the culprit: "checksum differs": a weight is not the one that was sent; "not
+    synced": the engine generated with other weights than the trainer had; "synced twice": its last sync had given it
+    the same weights; "failed": an error ended the sync.
     """
     import pandas
 
     events: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     counts: dict[tuple[Any, ...], int] = {}
-    for part in parts:  # a rank's parts are in order; those of one run with the same number belong together
+    for part in parts:  # a rank's parts are in order; parts of one run with the same number are one event
         key = (part["run"], part["role"], part["event"])
         counts[*key, part["rank"]] = number = counts.get((*key, part["rank"]), 0) + 1
         events.setdefault((*key, number), []).append(part)
@@ -123,8 +123,8 @@ def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def changed_frame(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """One row a note and weight, its ranks together, in order: `CHANGED_COLUMNS`. Ranks that hold the same elements
-    hold each of a weight's equally often, so shares are as if once."""
+    """Return one row per note and weight, over all ranks, in order: `CHANGED_COLUMNS`. Ranks that replicate a weight
+    hold all its elements equally often, so the shares are as for one copy."""
     import pandas
 
     keys, sums = ["run", "since", "version", "weight", "layer"], ["held", "trained", "visible", "norm"]
@@ -139,13 +139,13 @@ def changed_frame(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def newest(changed: pandas.DataFrame, notes: int | None) -> pandas.DataFrame:
-    """The rows of the newest notes, so many; None: of all."""
+    """Return the rows of the newest notes. notes: how many; None: all."""
     number = changed.groupby(["run", "since", "version"], sort=False).ngroup()
     return changed[number > number.max() - (notes or len(changed))].reset_index(drop=True)
 
 
 def _verdict(ranks: list[Mapping[str, Any]], given: tuple[tuple[int, int], int] | None) -> tuple[str, str]:
-    """Verdict and culprit of an event. given: which weights the sync before it gave, and its run."""
+    """Return verdict and culprit of an event. given: the weights of the previous sync, and its run."""
     for part in ranks:
         if part["differ"]:
             return "checksum differs", f"rank {part['rank']}: {'; '.join(part['differ'])}"

@@ -1,4 +1,4 @@
-"""Who runs it: hosts, worker groups, roles, transfer protocols, backends.
+"""The workers that carry out a workbench's operations: hosts, roles, and what they share.
 
 A new role: one file in `roles/` and its line in `ROLE_WORKERS`. A new operation: a method with `@register(protocol)`.
 """

@@ -1,6 +1,6 @@
-"""Advantages of the rows of one rank, from rewards or costs: one method a family of estimators.
+"""Advantages of the rows of one rank, from rewards or costs: one method per family of estimators.
 
-Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the longest, G groups (prompts).
+Suffixes: N rows of the whole batch, B rows of a rank, T response tokens of the longest, G groups (prompts).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Estimator = Literal[
     "reinforce_turn_baseline",
 ]
 MacroTokens = PositiveInt | Literal["random", "perplexity", "steps"]
-# the samples of a prompt are each other's baseline: one response a prompt teaches nothing
+# the samples of a prompt are each other's baseline: one response per prompt teaches nothing
 GROUPED = (
     "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline",
     "reinforce_turn_baseline",
@@ -77,7 +77,7 @@ WHITENED = (*WITH_CRITIC, *REWARD_TO_GO)
 
 
 def _note_on_equal_scores(temperature: float | None) -> str:
-    """What to say where no response is better than the others of its prompt."""
+    """Return the note for batches in which no response is better than the others of its prompt."""
     remedy = "Draw more samples a prompt, take prompts that it sometimes gets right, or score parts of an answer too"
     if temperature == 0:
         remedy = "At temperature 0 they are the same text: write wb.Sampling(temperature=1.0)"
@@ -86,7 +86,7 @@ def _note_on_equal_scores(temperature: float | None) -> str:
 
 
 def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
-    """The last token of each macro action, see `compute_advantages(macro_tokens=)`."""
+    """Return the last token of each macro action, see `compute_advantages(macro_tokens=)`."""
     if tokens == "random":
         return random_ends(mask_BT, [derive_seed(*batch.meta["seed"], "macro actions", int(row)) for row in batch.rows])
     if tokens == "perplexity":
@@ -99,8 +99,8 @@ def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
 def with_baselines(
     batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, communicator: Communicator, metrics: Metrics
 ) -> Shard:
-    """The shard with its column `counted` made anew: valid rows with a baseline. Rows whose greedy response failed
-    have none, nor has the only valid row of a prompt whose rows are each other's baseline."""
+    """Return the shard with a new column `counted`: valid rows that have a baseline. A row has no baseline if its
+    greedy response failed, or if it is the only valid row of a prompt whose rows are each other's baseline."""
     stale = "counted" in batch.columns
     unread = {"counted", *(("valid", "baseline_valid") if count_invalid else ())}
     batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name not in unread})
@@ -121,10 +121,10 @@ def with_baselines(
 
 @dataclass(kw_only=True)
 class Estimation:
-    """Estimates the signals of one shard. Every rank of the pool does so at the same time, for the same signals.
+    """Estimates the signals of one shard. All ranks of the pool do this at the same time, for the same signals.
 
-    given: the shard as it came, which a function of the user's reads. batch: that of `with_baselines`. metrics, notes:
-    what is to be said of it. The others: arguments of `compute_advantages`.
+    given: the original shard, which a user's function reads. batch: the shard from `with_baselines`. metrics, notes:
+    filled in for the output. The others: arguments of `compute_advantages`.
     """
 
     given: Shard
@@ -148,7 +148,7 @@ class Estimation:
         self.rows, self.tokens = int(self.valid_B.sum()), float(self.mask_BT.sum())
 
     def of(self, signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
-        """Token rewards after penalties, advantages and returns of one signal, each [B, T]."""
+        """Return token rewards after penalties, advantages and returns of one signal, each [B, T]."""
         estimator = self.estimator
         scores = self._scores(signal.scores, self.mask_BT)
         scores_B = response_scores(scores, self.mask_BT)
@@ -173,21 +173,21 @@ class Estimation:
         return rewards_BT, *both
 
     def note_mean(self, name: str, total: Tensor, count: float) -> None:
-        """Metric `name/mean`: of rows those that are valid, of tokens all."""
+        """Add the metric `name/mean`: over the valid rows of numbers per row, or over all numbers per token."""
         counting = total[self.valid_B] if total.ndim == 1 else total
         self.metrics[f"{name}/mean"] = Mean(total=float(counting.sum()), count=count)
 
     # --- rewards ------------------------------------------------------------------------------------------------------
 
     def _scores(self, name: str, mask_BT: Tensor | None = None) -> Tensor:
-        """A column of scores: [rows], or [rows, response tokens], 0 where a response has others inside its mask."""
+        """Return scores [rows] or [rows, response tokens]: with a mask, 0 outside it in responses with tokens in it."""
         column = self.batch.columns[name]
         assert not isinstance(column, list)  # the schema has numbers
         scores = column.pad() if isinstance(column, Ragged) else column
         return torch.where(counted(mask_BT), scores, 0.0) if scores.ndim == 2 and mask_BT is not None else scores
 
     def _overlong_penalty(self, signal: Signal) -> Tensor | None:
-        """DAPO's, [B]; None: none is asked for, or the signal is a cost."""
+        """Return DAPO's penalty, [B]; None if it is off, or the signal is a cost."""
         longest = self.max_response_tokens
         if not self.overlong_buffer or signal is not REWARD:
             return None
@@ -198,12 +198,12 @@ class Estimation:
         return penalty_B
 
     def _token_rewards(self, scores: Tensor, signal: Signal) -> Tensor:
-        """Scores on tokens, less the KL penalty, [B, T]."""
+        """Return scores on tokens, minus the KL penalty, [B, T]."""
         coefficient = self.kl_coefficient
         old_BT, ref_BT = torch.zeros_like(self.mask_BT, dtype=torch.float32), None
         if coefficient:
             old_BT, ref_BT = (self.batch.ragged(name).pad() for name in ("old_log_prob", "ref_log_prob"))
-        # what lowers a reward raises a cost: the cost is a reward turned round
+        # a penalty lowers a reward but raises a cost: negate the cost before and after
         sign = signal.sign
         return sign * token_rewards(sign * scores, old_BT, ref_BT, self.mask_BT, coefficient, self.kl)
 
@@ -220,7 +220,7 @@ class Estimation:
         return advantages_BT, returns_BT
 
     def _with_critic(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
-        """GAE: by token, by turn, or by macro action."""
+        """Compute GAE by token, by turn, or by macro action."""
         mask_BT, after_B = self.mask_BT, None
         values_BT = self.batch.ragged(signal.values).pad()
         if self.macro_tokens != 1:
@@ -242,7 +242,7 @@ class Estimation:
         return both
 
     def _remax(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
-        baseline = self._scores(signal.baseline)  # of other responses, whose mask is not this batch's
+        baseline = self._scores(signal.baseline)  # scores of other responses, whose mask is not in this batch
         baseline_B = baseline if baseline.ndim == 1 else baseline.double().sum(-1)
         self.note_mean(signal.baseline, baseline_B, self.rows)
         return reinforce(rewards_BT, self.mask_BT, self.gamma, baseline_B)
@@ -250,14 +250,14 @@ class Estimation:
     def _reward_to_go(self, scores_B: Tensor, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
         mean_B = None
         if self.estimator in GROUPED:
-            # the mean of whole conversations, the first turn on, is the baseline of every turn
+            # the mean score of whole conversations is the baseline of every turn
             mean_B = scores_B - self._over_groups(scores_B, scores_B)
         if self.estimator in BY_TURN:
             return turn_reinforce(rewards_BT, self.mask_BT, self._ends_of_turns(), self.gamma, mean_B)
         return reinforce(rewards_BT, self.mask_BT, self.gamma, mean_B)
 
     def _of_responses(self, scores_B: Tensor, penalty_B: Tensor | None, signal: Signal) -> tuple[Tensor, Tensor]:
-        """One advantage a response, over the samples of its prompt."""
+        """Return one advantage per response, over the samples of its prompt."""
         penalised_B = scores_B if penalty_B is None else scores_B + penalty_B
         if self.kl_coefficient:
             kl_BT = self._token_rewards(torch.zeros(len(self.batch)), signal)
@@ -271,9 +271,9 @@ class Estimation:
     # --- over the samples of a prompt ---------------------------------------------------------------------------------
 
     def _over_groups(self, scores_B: Tensor, penalised_B: Tensor) -> Tensor:
-        """The advantage of each response over the others of its prompt, [B], by penalised scores; whether a prompt's
-        scores differ at all is decided without penalties."""
-        # The samples of a prompt may lie on several ranks: every rank sees all valid scores, a number a row.
+        """Return the advantage of each response over the others of its prompt, [B], by penalised scores; whether a
+        prompt's scores differ at all is decided without penalties."""
+        # The samples of a prompt may be on several ranks: every rank sees all valid scores, one number per row.
         groups_B, valid_B, communicator = self.batch.numbers("prompt_uid"), self.valid_B, self.communicator
         every_N = communicator.gathered(groups_B)
         scores_N, mine = self._everywhere(penalised_B[valid_B])
@@ -290,7 +290,7 @@ class Estimation:
         return advantages_B
 
     def _of_group(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
-        """The advantages of all valid responses, [N]."""
+        """Return the advantages of all valid responses, [N]."""
         estimator = self.estimator
         if estimator == "rloo":
             return rloo(scores_N, groups_N)
@@ -303,7 +303,7 @@ class Estimation:
         return grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
 
     def _over_weighted_mean(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
-        """VCPO's: the baseline of the least variance under the weights of the update."""
+        """Compute VCPO's advantages: the baseline has the least variance under the weights of the update."""
         correction, valid_B = self.correction, self.valid_B
         assert correction is not None  # `_check` of the operation
         mask_BT = self.mask_BT[valid_B]
@@ -311,7 +311,7 @@ class Estimation:
         check_correctable(f"{correction}", self.batch)
         weight_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
         tokens_B = mask_BT.sum(-1)
-        # its gradient is the sum of its tokens', each times its own weight: w^2 |g|^2 is that of their mean square
+        # a response's gradient sums its tokens' gradients, each times its weight: w^2 is these weights' mean square
         weight_B = (weight_BT.square().sum(-1) / tokens_B.clamp(min=1)).sqrt()
         norm2_B = tokens_B.double()
         if "gradient_norm" in self.batch.columns:
@@ -321,10 +321,10 @@ class Estimation:
         return (scores_N - baseline_N) / group_deviation(scores_N, groups_N)
 
     def _over_steps(self, rewards_BT: Tensor, *, one_step: bool) -> Tensor:
-        """The advantages of process supervision, [B, T], from token rewards after penalties. one_step: a response is
-        one.
+        """Return the advantages of process supervision, [B, T], from token rewards after penalties. one_step: each
+        response is one step.
 
-        Metrics: `steps/mean`, of a response, and the share of steps whose prompt has equal rewards only.
+        Metrics: `steps/mean`, per response, and the share of steps whose prompt has only equal rewards.
         """
         groups_B, mask_BT = self.batch.numbers("prompt_uid"), self.mask_BT
         check_groups("grpo_process", self.communicator.gathered(groups_B))
@@ -342,14 +342,14 @@ class Estimation:
         return process_advantages(grpo(steps_N, groups_N)[mine].float(), ends_BT) * mask_BT
 
     def _everywhere(self, numbers: Tensor) -> tuple[Tensor, slice]:
-        """The numbers of all ranks, in rank order, and where this rank's are among them."""
+        """Return the numbers of all ranks, in rank order, and the slice of this rank's numbers."""
         shards = self.communicator.all_gather(numbers)
         before = sum(map(len, shards[: self.communicator.rank]))
         return torch.cat(shards), slice(before, before + len(numbers))
 
 
 def check_groups(estimator: object, groups_N: Tensor) -> None:
-    """Raise `BadInput` where no prompt has two responses."""
+    """Raise `BadInput` if no prompt has two responses."""
     if len(torch.unique(groups_N)) == len(groups_N):
         raise BadInput(
             f"estimator={estimator!r} on one response a prompt",

@@ -1,4 +1,4 @@
-"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice."""
+"""Conversations of a policy with environments, turn by turn: tokens in, tokens out, no text is tokenized twice."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ GO_ON = "Go on."  # what stands between a summary and the turns that come behind
 
 
 class Compaction:
-    """Begins new contexts of conversations, as `Context` says."""
+    """Begins new contexts of conversations by the rules of a `Context`."""
 
     def __init__(self, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
         self._context, self._tokenizer = context, tokenizer
-        self.function = context.summary if callable(context.summary) else None  # the user's, in place of the policy
+        self.function = context.summary if callable(context.summary) else None  # the user's, instead of the policy
         self.summary_room = context.turn_tokens
 
     def room(self, context_tokens: int) -> int:
-        """Tokens that a turn may have behind so many."""
+        """Return how many tokens a turn may have after `context_tokens` tokens."""
         return max(self._context.max_tokens - context_tokens, self._context.turn_tokens)
 
     def remember(self, conversation: Conversation, answer_ids: Sequence[int]) -> None:
-        """Note the newest turn and what it was answered; those that no context will begin with are forgotten."""
+        """Note the newest turn and its answer; forget turns that no context will begin with."""
         said = conversation.response_ids[conversation.turn_starts[-1] : conversation.turn_ends[-1]]
         conversation.exchanges.append([*said, *answer_ids])
         del conversation.exchanges[: -self._context.keep_turns]
 
     def is_due(self, conversation: Conversation, answer_ids: Sequence[int]) -> bool:
-        """Whether a new context begins before the turn that comes behind an answer."""
+        """Return whether a new context begins before the turn that follows an answer."""
         read = len(conversation.context_ids) + len(answer_ids)
         return conversation.turns > 0 and read + self._context.turn_tokens > self._context.max_tokens
 
     def question(self, conversation: Conversation, max_model_tokens: int) -> list[int]:
-        """What the policy is asked for a summary; empty where it is not, or has no room for one."""
+        """Return the tokens that ask the policy for a summary; empty if it is not asked, or has no room for one."""
         if not isinstance(self._context.summary, str):
             return []
         asked = self._written(self._context.summary, conversation.response_ids[-1])
@@ -53,7 +53,7 @@ class Compaction:
         return asked if room >= self._context.turn_tokens else []
 
     def begins_with(self, conversation: Conversation, summary_ids: Sequence[int] = ()) -> list[int] | None:
-        """The tokens of the next context, up to the policy's turn; None where not even the newest turn fits."""
+        """Return the tokens of the next context, up to the policy's turn; None if not even the newest turn fits."""
         most = self._context.max_tokens - self._context.turn_tokens
         head = [*conversation.prompt_ids, *conversation.response_ids[: conversation.turn_starts[0]]]
         summary_ids = summary_ids[: self.summary_room]  # a function's may be longer
@@ -68,31 +68,31 @@ class Compaction:
         return None
 
     def _written(self, text: str, after: int) -> list[int]:
-        """What a user says behind a turn, up to the policy's next one. after: the turn's last token."""
+        """Return a user's text as tokens, up to the policy's next turn. after: the last token of the turn before it."""
         if self._tokenizer.chat_template:
             return render_reply(self._tokenizer, [{"role": "user", "content": text}], after=after)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-# The environment ended it; or a limit; or the environment failed. "max_tokens": there was no room for more.
+# Endings: "done" (by the environment), a limit, or "failed" (the environment failed). "max_tokens": no room for more.
 ConversationEnding = Literal["done", "max_turns", "max_tokens", "max_seconds", "max_calls", "failed"]
-WAIT_S = 0.05  # for replies, where no turn is decoded
+WAIT_S = 0.05  # how long to wait for replies while no turn is decoded
 Share = Callable[[Callable[[], list[Any]]], list[Any]]
 
 
 @dataclass(kw_only=True)
 class Conversation:
-    """A response of several turns, one entry a token in all lists.
+    """A response of several turns; the per-token lists have one entry per token.
 
-    mask: False on the environment's tokens, whose log_probs are 0. sets: see `Rollout`; empty ones on the environment's
-    tokens. rewards: each turn's on the turn's last token. turn_starts, turn_ends: of each turn, as in a slice.
-    prompt_ids: of its row, until messages replace them. context_starts: the tokens at which its contexts but the first
-    begin, see `Context`. exchanges: the newest turns with what they were answered, as many as a context may begin with.
-    repeated: how many tokens later contexts have of earlier ones. held_ids: an answer that is shown when the policy, or
-    a function, has summarized. summaries: the numbers of turns that are summaries. observed: of what the environment
-    answered, see `Reply`; the first is of its beginning. resumes: it is to go on from where it is, with a new
-    environment that is told the turns so far.
-    failure: of its environment, where that ended it. components: of the reward that an agent gave, by name.
+    mask: False on the environment's tokens, whose log_probs are 0. sets: see `Rollout`; empty on the environment's
+    tokens. rewards: each turn's reward is on its last token. turn_starts, turn_ends: each turn's tokens, as in a slice.
+    prompt_ids: the row's, until the environment's messages replace them. context_starts: the tokens at which contexts
+    after the first begin, see `Context`. exchanges: the newest turns with their answers, as many as a context may begin
+    with. repeated: how many tokens later contexts repeat from earlier ones. held_ids: an answer to show once the
+    policy, or a function, has summarized. summaries: the numbers of the turns that are summaries. observed: a record of
+    each environment answer, see `Reply`; the first is of its start. resumes: continue where the conversation stopped,
+    with a new environment that is told the turns so far.
+    failure: the environment's error, if it ended the conversation. components: of an agent's reward, by name.
     """
 
     prompt_ids: list[int]
@@ -114,7 +114,7 @@ class Conversation:
     observed: list[str] = field(default_factory=list)
     resumes: bool = False
     components: dict[str, float] = field(default_factory=dict)
-    _leads: list[int] = field(default_factory=list)  # for each turn, where the tokens that it answers begin
+    _leads: list[int] = field(default_factory=list)  # for each turn, where the tokens begin that the turn answers
     _lead_start: int = 0
 
     def __post_init__(self) -> None:
@@ -126,23 +126,23 @@ class Conversation:
 
     @property
     def lead_ids(self) -> list[int]:
-        """The tokens since the policy's last turn, where it is the policy's turn."""
+        """The tokens since the policy's last turn; read when it is the policy's turn."""
         return self.response_ids[self._lead_start :] if self.turns else self.prompt_ids + self.response_ids
 
     @property
     def context_ids(self) -> list[int]:
-        """What the policy reads."""
+        """The tokens that the policy reads."""
         if self.context_starts:
             return self.response_ids[self.context_starts[-1] :]
         return self.prompt_ids + self.response_ids
 
     def begin_again(self) -> None:
-        """Forget what was said: from the same seed, a new environment is told the same as long as it answers alike."""
+        """Forget all turns. With the same seed, a new environment sees the same turns as long as it answers alike."""
         vars(self).update(vars(Conversation(prompt_ids=self._row_prompt_ids, seed=self.seed)))
 
     def go_back(self) -> bool:
-        """Go back to the newest turn that was answered, from where a new environment can go on. False where there is
-        none, or the environment failed. What has its ending stays as it is."""
+        """Go back to the newest answered turn, from which a new environment can continue. Returns False if no turn was
+        answered, or the environment failed. A conversation with an ending stays unchanged."""
         if self.ending is not None:
             return self.ending != "failed"
         if self.turns and self.held_ids is None and len(self.response_ids) == self.turn_ends[-1]:
@@ -156,7 +156,7 @@ class Conversation:
 
     @property
     def told(self) -> list[Told]:
-        """The turns that its environment has answered."""
+        """The turns that the environment has answered."""
         found: list[Told] = []
         for k, (lead, start, end) in enumerate(zip(self._leads, self.turn_starts, self.turn_ends, strict=True)):
             if k not in self.summaries:
@@ -169,7 +169,7 @@ class Conversation:
 
     @property
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """All fields, as plain values."""
         return {**vars(self), "failure": None}
 
     @classmethod
@@ -194,7 +194,7 @@ class Conversation:
         self.sets += [()] * len(token_ids)
 
     def begin_context(self, token_ids: list[int], answer_tokens: int) -> None:
-        """Go on in a context of its own that begins with these tokens. answer_tokens: how many at its end are new."""
+        """Continue in a new context that begins with these tokens. answer_tokens: how many at its end are new."""
         self.context_starts.append(len(self.response_ids))
         self.add_observation(token_ids)
         self._lead_start = len(self.response_ids) - answer_tokens
@@ -221,17 +221,17 @@ def converse(
     steps: int,
     compaction: Compaction | None = None,
 ) -> None:
-    """Let the policy and the environments take turns until each conversation has its ending.
+    """Let the policy and the environments take turns until each conversation has an ending.
 
-    Each conversation goes on by itself: while its environment answers, the engine decodes the turns of the others. A
-    turn that is cut for want of room ends the response without a reply; so does an observation that leaves no room for
-    another token, which is not appended. The last token is always the policy's. A conversation whose environment fails
-    ends there, or begins again, as the environments say.
+    Conversations advance independently: while one waits for its environment, the engine decodes turns of the others. A
+    turn that is cut for lack of room ends the response without a reply; so does an observation that leaves no room for
+    another token, and it is not appended. The last token is always the policy's. A conversation whose environment fails
+    ends there, or begins again, as the environments decide.
 
-    conversations: those of all ranks of a tensor group, in rank order; what has its ending stays as it is. `mine` are
-    this rank's, whose environments run here. share(make): the lists that these ranks make, end to end. any_rank:
-    whether it is true on any rank. steps: of the engine between two looks at the environments' replies, which ranks of
-    a tensor group take together. compaction: begins new contexts where conversations are too long.
+    conversations: of all ranks of a tensor group, in rank order; those with an ending stay unchanged. `mine` are this
+    rank's, whose environments run here. share(make): concatenates the lists that these ranks make. any_rank: whether
+    its argument is true on any rank. steps: of the engine between two checks for environments' replies, which the ranks
+    of a tensor group make together. compaction: begins new contexts when conversations are too long.
     """
     with engine.decoding(sampling) as decoding:
         turns = _Turns(conversations, sampling, environments, decoding, mine, max_model_tokens, compaction)
@@ -246,7 +246,7 @@ def converse(
 
 
 class _Turns:
-    """Whose turn it is in each conversation. left: how many have no ending yet."""
+    """Tracks whose turn it is in each conversation. left: how many conversations have no ending yet."""
 
     def __init__(
         self, conversations: Sequence[Conversation], sampling: Sampling,
@@ -259,24 +259,24 @@ class _Turns:
         self._ended = [conversation.ending is not None for conversation in conversations]
         self._to_begin = deque(i for i in range(self._first, self._last) if not self._ended[i])
         self._most, self._open_here = sampling.most_open or len(conversations), 0
-        self.left = self._ended.count(False)  # counted: thousands are not to be looked through at each token
+        self.left = self._ended.count(False)  # a counter: thousands must not be searched at each token
 
     def _is_mine(self, i: int) -> bool:
         return self._first <= i < self._last
 
     def begin_more(self) -> None:
-        """Begin conversations that wait, as many as may be open."""
+        """Begin waiting conversations, up to the limit of open conversations."""
         while self._to_begin and self._open_here < self._most:
             self._begin(self._to_begin.popleft())
             self._open_here += 1
 
     def replies(self) -> list[tuple[int, Reply]]:
-        """What this rank's environments have answered, by conversation."""
+        """Return the replies of this rank's environments, with their conversations' numbers."""
         wait_s = 0.0 if self._decoding.open else WAIT_S
         return [(row + self._first, reply) for row, reply in self._environments.replies(wait_s)]
 
     def hear(self, turn: Response) -> None:
-        """Take in a turn of the policy, and have it answered."""
+        """Record a turn of the policy, and ask the environment to answer it."""
         i, conversation = turn.row, self._conversations[turn.row]
         lead_ids = conversation.lead_ids
         conversation.add_turn(turn.ids, turn.log_probs, turn.sets)
@@ -290,7 +290,7 @@ class _Turns:
         self._count(i)
 
     def take(self, i: int, reply: Reply) -> None:
-        """Take in what an environment answered, and let the policy go on."""
+        """Record an environment's reply, and let the policy continue."""
         conversation = self._conversations[i]
         if reply.again:
             conversation.begin_again()
@@ -323,7 +323,7 @@ class _Turns:
             self._show(i, reply.observation_ids)
 
     def _show(self, i: int, answer_ids: list[int]) -> None:
-        """Show the policy what a conversation was answered, in a new context where the old one is full."""
+        """Show the policy an answer, in a new context if the old one is full."""
         conversation, compaction = self._conversations[i], self._compaction
         if compaction is not None and conversation.turns:
             compaction.remember(conversation, answer_ids)
@@ -347,12 +347,12 @@ class _Turns:
         self._go_on(i, self._room(conversation))
 
     def _summarize(self, i: int, function: Callable[..., Any]) -> None:
-        """Have a function summarize what the policy read; the next context begins when it has."""
+        """Let a function summarize what the policy read; the next context begins when the summary arrives."""
         if self._is_mine(i):
             self._environments.summarize(i - self._first, function, self._conversations[i].context_ids)
 
     def _begin_context(self, i: int, summary_ids: Sequence[int] = ()) -> None:
-        """Begin the next context of a conversation, and let the policy go on there; end it where there is no room."""
+        """Begin the next context of a conversation, and let the policy continue there; end it if there is no room."""
         conversation = self._conversations[i]
         answer_ids, conversation.held_ids = conversation.held_ids or [], None
         assert self._compaction is not None
@@ -365,7 +365,7 @@ class _Turns:
         self._go_on(i, self._room(conversation))
 
     def _go_on(self, i: int, tokens: int) -> None:
-        """Let the policy take a turn of so many tokens at most."""
+        """Let the policy take a turn of at most `tokens` tokens."""
         conversation = self._conversations[i]
         seed = turn_seed(conversation.seed, conversation.turns)
         self._decoding.add(i, conversation.context_ids, seed, tokens)
@@ -380,7 +380,7 @@ class _Turns:
             self._environments.begin(i - self._first, self._room(conversation))
 
     def _resume(self, i: int) -> None:
-        """Let the policy go on where its conversation was interrupted."""
+        """Let the policy continue where its conversation was interrupted."""
         conversation = self._conversations[i]
         conversation.resumes = False
         if conversation.held_ids is None or self._compaction is None:
@@ -391,7 +391,7 @@ class _Turns:
             self._go_on(i, min(self._compaction.summary_room, self._new_tokens_left(conversation)))
 
     def _room(self, conversation: Conversation) -> int:
-        """Tokens that what comes next may have."""
+        """Return how many tokens the next turn or observation may have."""
         read = len(conversation.context_ids)
         left = self._max_model_tokens - read
         if self._compaction is not None:

@@ -1,5 +1,5 @@
-"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by its
-log-probabilities on a probe; and which gap on the probe may be rounding."""
+"""Checks whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by its
+log-probabilities on a probe; and decides whether a gap on the probe may be rounding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.workers.worker import Context
 
 # A text that language models find likely, but not certain: rounding in bfloat16 moves the log-probability of a token
-# the more, the less likely it is (of random tokens up to 1 %), and a certain token hides an error. It is fixed, so that
-# every rank, rollout workers and a resumed run have the same probe.
+# more, the less likely the token is (of random tokens up to 1 %), and a certain token hides an error. It is fixed, so
+# that every rank, rollout workers and a resumed run have the same probe.
 PROBE_TEXT = (
     "Once upon a time there was a little girl who lived in a small house at the edge of the forest with her mother and "
     "her grandmother."
@@ -28,11 +28,11 @@ PROBE_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class EngineWeights:
-    """read: weights that could be read in the engine. differ: those of them whose bits are not the trainer's.
+    """Result of `compare_weights`. read: weights that could be read in the engine. differ: those with other bits.
 
-    gap: mean gap in nats between the log-probabilities of both on a probe. moved_gap, moved_differ: the same after a
-    sync of weights whose vocabulary was rotated by one, or of an adapter of zeros, see `compare_weights`; None where
-    the engine computes with the trainer's own tensors.
+    gap: mean gap in nats between both log-probabilities on a probe. moved_gap, moved_differ: the same after a sync with
+    a vocabulary rotated by one, or with an adapter of zeros, see `compare_weights`; None if the engine computes with
+    the trainer's own tensors.
     """
 
     read: int
@@ -44,13 +44,13 @@ class EngineWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerWeights:
-    """What an engine is compared with: the trainer's weights, here or from another pool.
+    """The trainer's weights, of this process or another pool, to which an engine is compared.
 
-    named_weights: yields them, whole, by transformers' names, in the engine's dtype or one that it casts from; every
-    rank iterates to the end. log_probs: the trainer's of probe_ids[1:], nats. aliases, vocabulary: of its module, see
-    `PackedModule`. live: addresses of the tensors that it trains, where they are in this process. log_probs_without:
-    where the engine holds an adapter beside the model, and `named_weights` are the adapter's, the log-probabilities of
-    the model alone.
+    named_weights: yields them, whole, by transformers' names, in the engine's dtype or one from which it casts; every
+    rank iterates to the end. log_probs: the trainer's of probe_ids[1:], in nats. aliases, vocabulary: of its module,
+    see `PackedModule`. live: addresses of the trained tensors, if they are in this process. log_probs_without: if the
+    engine holds an adapter beside the model, `named_weights` are the adapter's, and these are the log-probabilities of
+    the model without it.
     """
 
     named_weights: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -63,7 +63,7 @@ class TrainerWeights:
 
 
 def probe_gap(trainer: TrainerWeights, generator: GenerationEngine, moved: int = 0) -> float:
-    """Mean gap in nats between trainer and engine on the probe, the engine being asked for tokens i + moved."""
+    """Return the mean gap in nats between trainer and engine on the probe; the engine is asked for tokens i + moved."""
     return float((trainer.log_probs - generator.log_probs((trainer.probe_ids + moved).tolist()).cpu()).abs().mean())
 
 
@@ -71,9 +71,9 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
     """Compare weights as they are, and after a sync that moves embeddings and output head far. Every rank calls it.
 
     A sync after a small step says little about weights that cannot be read. So the rows of the vocabulary matrices are
-    rotated by one and synced: the engine must then give token i + 1 what the trainer gives token i, which an outdated
-    head or embedding does not. Where the engine holds an adapter, zeros are synced in its place: the engine must then
-    be the model alone. Afterwards the engine gets the trainer's weights again.
+    rotated by one and synced: the engine must then give token i + 1 the log-probability that the trainer gives token i,
+    which an outdated head or embedding does not. If the engine holds an adapter, zeros are synced instead: the engine
+    must then equal the model alone. Afterwards the engine gets the trainer's weights again.
     """
     weights = generator.readable_weights()
     read, differ = differing_weights(trainer, generator)
@@ -101,7 +101,7 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
 
 
 def probe_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
-    """The tokens of `PROBE_TEXT`, without the vocabulary's last; random ones where a tokenizer gives too few."""
+    """Return the tokens of `PROBE_TEXT`, without the vocabulary's last token, filled up with random tokens."""
     known = [token for token in tokenizer(PROBE_TEXT).input_ids if token < vocab_size - 1][:PROBE_TOKENS]
     generator = torch.Generator().manual_seed(0)
     others = torch.randint(0, vocab_size - 1, (PROBE_TOKENS - len(known),), generator=generator)
@@ -109,8 +109,8 @@ def probe_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
 
 
 def differing_weights(trainer: TrainerWeights, generator: GenerationEngine) -> tuple[int, tuple[str, ...]]:
-    """How many weights could be read in the engine, and the names of those whose bits are not the trainer's. Every rank
-    calls it."""
+    """Return how many weights could be read in the engine, and the names of those whose bits are not the trainer's.
+    Every rank calls it."""
     held, names = generator.readable_weights(), trainer.aliases
     read, differ = 0, list[str]()
     for name, weight in trainer.named_weights():
@@ -125,7 +125,7 @@ def differing_weights(trainer: TrainerWeights, generator: GenerationEngine) -> t
 
 
 def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device) -> Tensor:
-    """The trainer's log-probabilities of ids[1:], at temperature 1, on every rank; every rank calls it."""
+    """Return the trainer's log-probabilities of ids[1:], at temperature 1, on every rank; every rank calls it."""
     ids = ids.to(device)
     positions = torch.arange(len(ids) - 1, device=device)
     with torch.no_grad():
@@ -138,12 +138,12 @@ def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device
 # --- is the gap of a sync rounding ------------------------------------------------------------------------------------
 
 # Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
-# `benchmarks/sync_gap.py` prints what they are taken from. CPU, SmolLM2-135M and tiny models, before and after updates:
-# float32 at most 6e-6 (135M, 30 layers) and 8e-7 (tiny), bfloat16 0.048 and 0.017; in both a layer left out, two layers
-# swapped or one with another's keys make 0.31 and more of the 135M model. GPU (H100, SmolLM2-135M and 1.4B parameters):
-# bfloat16 0.02 on sampled tokens; float32 0.004 on random tokens while its attention was in TF32 (`_exact_products` of
-# the vLLM engine), which is kept as what may pass. Weights that lag behind by a few small steps move the probe less
-# than bfloat16 rounds: these are found by their bits, where the engine's can be read, as on a GPU. float16 rounds less
+# `benchmarks/sync_gap.py` prints the measurements behind these limits. CPU, SmolLM2-135M and tiny models, before and
+# after updates: float32 at most 6e-6 (135M, 30 layers) and 8e-7 (tiny), bfloat16 0.048 and 0.017; in both a layer left
+# out, two layers swapped or a layer with another's keys make at least 0.31 with the 135M model. GPU (H100, SmolLM2-135M
+# and 1.4B parameters): bfloat16 0.02 on sampled tokens; float32 0.004 on random tokens while its attention was in TF32
+# (see `exact_products` of the vLLM engine), which still passes. Weights that lag behind by a few small steps move the
+# probe less than bfloat16 rounds: their bits show them, if the engine's can be read, as on a GPU. float16 rounds less
 # than bfloat16, and may differ as much.
 SYNC_TOLERANCE = {
     ("float32", "cpu"): 2e-4,
@@ -153,31 +153,31 @@ SYNC_TOLERANCE = {
     ("bfloat16", "cuda"): 0.1,
     ("float16", "cuda"): 0.1,
 }
-# Rounding grows where the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
-# 135M model in bfloat16), and so does what may pass.
+# Rounding grows if the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
+# 135M model in bfloat16), and so does the tolerance.
 LIKELY_NATS = 5.0
 
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
-    """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
+    """Return the largest mean gap in nats that is rounding, for these log-probabilities by the trainer."""
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
 
 
 class SyncMetrics:
-    """The metrics of the newest weight sync. The first generation after it reports them; so does the same generation
-    when it is run again, because it was interrupted or its kernel had died: no metric is lost."""
+    """The metrics of the newest weight sync. The first generation after the sync reports them; the same generation
+    reports them again if it is repeated because it was interrupted or its kernel died: no metric is lost."""
 
     def __init__(self) -> None:
         self._metrics, self._taken = Metrics(), False
         self._seed: tuple[int, ...] = ()
 
     def note(self, metrics: Metrics) -> Metrics:
-        """A sync has ended."""
+        """Record the metrics of a sync that has ended."""
         self._metrics, self._taken = metrics, False
         return metrics
 
     def take(self, seed: Sequence[int] = ()) -> Metrics:
-        """What is to be reported. seed: of the generation that reports it; without one, nobody does so again."""
+        """Return the metrics to report. seed: of the generation that reports; empty: they are not reported again."""
         if self._taken and not (seed and tuple(seed) == self._seed):
             return Metrics()
         self._taken, self._seed = True, tuple(seed)
@@ -193,12 +193,12 @@ def require_small(
     dtype: str,
     context: Context,
 ) -> Metrics:
-    """The gap between engine and trainer on the probe, right after a sync to `version`, as a metric. Raises `SyncError`
-    on every rank where the gap of one rank is more than rounding, or weights differ. Every rank calls it.
+    """Return the gap between engine and trainer on the probe, right after a sync to `version`, as a metric. Raises
+    `SyncError` on every rank if the gap of one rank is more than rounding, or weights differ. Every rank calls it.
 
-    differ: weights of the engine that are known not to be the trainer's; None: look for them if the gap is large.
+    differ: weights of the engine known to differ from the trainer's; None: look for them if the gap is large.
     """
-    # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
+    # every rank raises, or none: a rank that went on would wait for the others. NaN cannot be compared.
     known = torch.tensor([gap, len(differ or ())], dtype=torch.float64).nan_to_num(nan=torch.inf)
     worst, most = context.communicator.all_reduce_max(known).tolist()
     limit = sync_tolerance(dtype, context.device, trainer.log_probs)
@@ -214,7 +214,7 @@ def require_small(
 def _what_differs(
     trainer: TrainerWeights, differ: Sequence[str] | None, generator: GenerationEngine, context: Context
 ) -> str:
-    """Which weights of the engine are not the trainer's, on any rank; every rank calls it."""
+    """Say which weights of the engine are not the trainer's, on any rank; every rank calls it."""
     if differ is None and context.host.offloads:
         return "the trainer's weights have left the device, and were not compared with the engine's"
 

@@ -1,4 +1,4 @@
-"""Gradients as a few numbers a weight: enough to tell two of them apart, and small enough to send to the controller."""
+"""Sketches of gradients: a few numbers per weight, enough to compare gradients, and small enough to send."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from workbench.engines.training import Pass, StepReport, TrainingEngine
 
-BUCKETS = 257  # a prime, so that no column of a weight has a bucket of its own
+BUCKETS = 257  # a prime, so that the elements of a weight's column spread over buckets
 CHUNK = BUCKETS << 12  # elements at a time: 4 MB of signs
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """norm: of one weight's gradient. buckets: sums of its numbers, each with a fixed random sign, number n in bucket
-    n mod BUCKETS.
+    """A count sketch of one weight's gradient. norm: the gradient's norm. buckets: sums of the gradient's numbers, each
+    with a fixed random sign; number n is in bucket n mod BUCKETS.
 
-    The inner product of the buckets of two gradients of one weight estimates that of the gradients, without bias (a
-    count sketch: Charikar, Chen and Farach-Colton 2002, https://doi.org/10.1007/3-540-45465-9_59).
+    The inner product of the buckets of two gradients of one weight is an unbiased estimate of the gradients' inner
+    product (Charikar, Chen and Farach-Colton 2002, https://doi.org/10.1007/3-540-45465-9_59).
     """
 
     norm: float
@@ -31,7 +31,7 @@ class Sketch:
 
     @classmethod
     def of(cls, name: str, gradient: Tensor) -> Sketch:
-        """The sketch of a weight's gradient; its signs depend on the name alone."""
+        """Return the sketch of a weight's gradient; its signs depend on the name alone."""
         flat = gradient.detach().flatten().to("cpu", torch.float32)
         draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         sums = torch.zeros(BUCKETS, dtype=torch.float64)
@@ -42,17 +42,17 @@ class Sketch:
         return cls(float(flat.double().norm()), tuple(sums.tolist()))
 
     def inner(self, other: Sketch) -> float:
-        """An estimate of the inner product of two gradients of one weight."""
+        """Return an estimate of the inner product of two gradients of one weight."""
         return sum(a * b for a, b in zip(self.buckets, other.buckets, strict=True))
 
     def distance(self, other: Sketch) -> float:
-        """An estimate of the norm of their difference."""
+        """Return an estimate of the norm of the difference of two gradients of one weight."""
         return float(sum((a - b) ** 2 for a, b in zip(self.buckets, other.buckets, strict=True)) ** 0.5)
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """share: this rank's share of the loss; the shares of all ranks add up to it. sketches: by weight."""
+    """share: this rank's share of the minibatch's loss; all ranks' shares add up to it. sketches: by weight."""
 
     share: float
     sketches: Mapping[str, Sketch]
@@ -64,9 +64,9 @@ class Minibatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """What one rank saw of an update that took no step: its metrics, and each minibatch.
+    """One rank's metrics and minibatches of an update that took no step.
 
-    counts: False on a rank that sees the rows of another one, whose metrics and shares of the loss count.
+    counts: False on a rank that has the same rows as another rank, whose metrics and shares of the loss count.
     """
 
     counts: bool
@@ -75,8 +75,8 @@ class GradientReport:
 
 
 def cosine(one: Sequence[GradientReport], two: Sequence[GradientReport]) -> float:
-    """An estimate of the cosine between the gradients of two updates, over all weights and minibatches, as rank 0 has
-    them; NaN where one is 0."""
+    """Estimate the cosine between the gradients of two updates, over all weights and minibatches, from rank 0's
+    sketches; NaN if a gradient is 0."""
 
     def inner(first: GradientReport, second: GradientReport) -> float:
         pairs = zip(first.minibatches, second.minibatches, strict=True)
@@ -89,7 +89,7 @@ def cosine(one: Sequence[GradientReport], two: Sequence[GradientReport]) -> floa
 
 
 class GradientProbe:
-    """Stands in for a training engine while an update runs: where a step would be taken, the gradient is sketched.
+    """Stands in for a training engine while an update runs: it sketches the gradient instead of taking a step.
 
     counts: see `GradientReport`.
     """
@@ -102,8 +102,8 @@ class GradientProbe:
         return getattr(self._engine, name)
 
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
-        """As `TrainingEngine.step`, without the step."""
-        shares: dict[int, float] = {}  # by pass: in fp16 the engine may repeat them with a smaller loss scale
+        """Do what `TrainingEngine.step` does, without the step."""
+        shares: dict[int, float] = {}  # by pass: in fp16 the engine may repeat passes with a smaller loss scale
 
         def noted(number: int, micro: Pass) -> Pass:
             def loss(output: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a host says of what went wrong, and of what helps: failed rows, numbers that are not finite, too little memory.
+"""A host's explanations of what went wrong, and remedies: failed rows, numbers that are not finite, too little memory.
 
-A row's `failure` has a line for each function that failed for it, "STAGE NAME: what it did"; empty where none did.
+A row's `failure` has a line for each function that failed for it, "STAGE NAME: what it did"; empty if none failed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Status:
         return [stage in lines for lines in self._lines]
 
     def note(self, stage: str, row: int, failures: Mapping[str, StageError]) -> None:
-        """Replace what is known of a stage for a row: by name of the function, its error."""
+        """Replace a stage's failures of a row. failures: by the function's name, its error."""
         self._lines[row].pop(stage, None)
         if failures:
             said = (
@@ -62,7 +62,7 @@ class Status:
             self._lines[row][stage] = [" ".join(line.split()) for line in said]
 
     def columns(self) -> Table:
-        """The columns `valid` and `failure`. A row is valid again where nothing that failed for it is left."""
+        """Return the columns `valid` and `failure`. A row is valid again if none of its failures is left."""
         valid = [
             not lines and (was_valid or had_failed)
             for lines, was_valid, had_failed in zip(self._lines, self._valid, self._failed_before, strict=True)
@@ -74,7 +74,7 @@ class Status:
 def failed_rows(
     errors: Mapping[int, StageError], numbers: Sequence[int], most: float
 ) -> tuple[Metrics, FailedRows | None]:
-    """Of a stage's errors by row: its metric, and what the controller is told. numbers: of the rows in the batch."""
+    """Return the metric of a stage's errors by row, and the controller's report. numbers: of rows in the batch."""
     metrics: Metrics = {"failed/fraction": Mean(total=len(errors), count=len(numbers))}
     if not errors:
         return metrics, None
@@ -89,8 +89,8 @@ def failed_rows(
 
 
 def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> None:
-    """Raise `StageError` where a column of numbers of a stage of ours holds NaN or infinity. It names the first such
-    row of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
+    """Raise `StageError` if a number column of one of our stages holds NaN or infinity. It names the first such row of
+    the batch, and the cause: a column that was read, a weight, or neither.
 
     Columns of a user's own stages may hold any number.
     """
@@ -108,18 +108,18 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
 
 
 def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None:
-    """(row, place in a row of tokens, value) of the first number of a column that is NaN or infinite."""
+    """Return (row, place in a row of tokens, value) of a column's first number that is NaN or infinite, or None."""
     values = column.values if isinstance(column, Ragged) else column
     if not isinstance(values, Tensor) or not values.is_floating_point():
         return None
-    if math.isfinite(values.detach().sum()):  # five times as fast as a look at each
+    if math.isfinite(values.detach().sum()):  # five times as fast as checking each number
         return None
-    bad = ~torch.isfinite(values)  # none, where the sum alone is beyond the dtype
+    bad = ~torch.isfinite(values)  # none are, if only the sum overflows the dtype
     return first_of(column, bad) if bad.any() else None
 
 
 def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
-    """The columns of a table that hold NaN or infinity in a row, in words; empty where none does."""
+    """Say which columns of a table hold NaN or infinity in a row; "" if none does."""
     named = [name for name, one in rows_at(table, np.array([row])).items() if first_not_finite(one) is not None]
     return ", ".join(map(repr, named))
 
@@ -145,17 +145,17 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
 
 
 def remedy_for(error: BaseException, host: Host, call: Call) -> str:
-    """What would help against an error of a stage; empty where that is not known."""
+    """Return a remedy for an error of a stage, or "" if none is known."""
     if not is_out_of_memory(error):
         return ""
     try:
         return f"{_held(host)}; use {', or '.join(_knobs(host, call))}"
-    except Exception:  # what is asked for help must not hide what it is asked about
+    except Exception:  # an error in here must not hide the stage's error
         return ""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is that no memory was left: a GPU's, or this machine's."""
+    """Return whether an error, or one of its causes, is a lack of memory, on a GPU or on this machine."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -166,7 +166,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _held(host: Host) -> str:
-    """The bytes of a host's device, the largest first, in words."""
+    """Say how many bytes each use holds on a host's device, the largest first."""
     items = [(n, f"{role} {use}") for role, w in host.workers.items() for use, n in w.memory_bytes().items() if n]
     on_gpu = host.info.device.startswith("cuda")
     if not on_gpu and host.shard_bytes:
@@ -180,7 +180,7 @@ def _held(host: Host) -> str:
 
 
 def _knobs(host: Host, call: Call) -> Iterator[str]:
-    """What makes a stage need less, the nearest first."""
+    """Yield the changes by which a stage needs less memory, the most direct first."""
     worker = host.workers[call.role]
     operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
     training, generation = worker.spec.training, worker.spec.generation

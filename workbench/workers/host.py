@@ -1,4 +1,4 @@
-"""One process on one device: runs the workers of its roles, one call at a time, and keeps rows of batches."""
+"""A host: one process on one device that runs its roles' workers, one call at a time, and keeps rows of batches."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ class Host(Shards):
         super().__init__(info, Recorder(), peers)
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
-        self._incoming: dict[str, Worker] = {}  # built, to replace those in `workers` at `replace_roles`
+        self._incoming: dict[str, Worker] = {}  # workers that `replace_roles` will put into `workers`
         self._device = SharedDevice(info, self.recorder, self.workers)
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
         self._stopping = Stopping(info.rank, info.world_size)
         self._last: tuple[int, Reply] | None = None
-        # set where nobody can ask for the status while a stage runs
+        # set where the controller cannot ask for the status while a stage runs
         self.on_progress: Callable[[int, int, int], None] | None = None
         self._patch = Patch()
-        self._began_s = time.time()  # where the process is this host's alone: when that was created
+        self._began_s = time.time()  # when the process was created, if it is this host's alone
         self._start_s, self._load_s = 0.0, dict[str, float]()
-        self._computing = threading.Lock()  # held while a stage computes, and while the tensors of roles are looked at
-        self._held: dict[str, dict[str, Any]] = {}  # what roles were seen to hold
+        self._computing = threading.Lock()  # held while a stage computes, or while roles' tensors are looked at
+        self._held: dict[str, dict[str, Any]] = {}  # what `_look` last found
         self._store: torch.distributed.Store | None = None
         loaded.note()
         torch.set_num_threads(info.threads)
@@ -90,7 +90,7 @@ class Host(Shards):
         return self.recorder.bind(stage=stage, run=run, role=role, pool=info.pool, rank=info.rank, device=info.device)
 
     def note_start(self, asked_s: float) -> None:
-        """Record how long this process took to start. asked_s: when it was asked for, unix time."""
+        """Record how long this process took to start. asked_s: the unix time at which the process was requested."""
         import psutil
 
         now_s = time.time()
@@ -100,16 +100,16 @@ class Host(Shards):
             self.recorder.add("import", created_s, now_s, note="the host's packages")
 
     def take_spans(self) -> list[Span]:
-        """The spans recorded since the last stage, or the last call of this."""
+        """Return the spans recorded since the last stage or the last call of this method."""
         return self.recorder.drain()[0]
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous of the pool; its address and port."""
+        """On rank 0, open the pool's rendezvous store; return its address and port."""
         self._store, address, port = open_store(several=self.info.world_size > 1)
         return address, port
 
     def join(self, address: str, port: int) -> None:
-        """Every rank: join the pool's process group, see `join_pool`."""
+        """On every rank, join the pool's process group, see `join_pool`."""
         with self._labels(), self.recorder.span("join", note="joining the pool's process group"):
             self._stopping.store = join_pool(self.info, address, port, self._store)
         if 0 < self.info.gpus < 1:
@@ -119,8 +119,8 @@ class Host(Shards):
     # --- roles --------------------------------------------------------------------------------------------------------
 
     def build(self, role: str, worker_class: type[Worker], spec: Model, *, waits: bool = False, **of_role: Any) -> None:
-        """Load a role's model and engines. waits: beside the live roles, to replace one at `replace_roles`. of_role:
-        `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
+        """Load a role's model and engines. waits: build beside the live roles, to replace one of them at
+        `replace_roles`. of_role: `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
         info = self.info
         context = Context(
             host=info,
@@ -146,8 +146,8 @@ class Host(Shards):
             loaded.note()
 
     def execute(self, call: Call) -> Reply:
-        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply; the reply of a stage
-        that was stopped, and of an update that failed between two steps, says how far it came."""
+        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply. If the stage was
+        stopped, or an update failed between two steps, the reply says how many steps were taken."""
         recorder = self.recorder
         recorder.drain()
         loaded.note()
@@ -194,11 +194,11 @@ class Host(Shards):
         return reply
 
     def reply_of(self, run: int) -> Reply | None:
-        """The reply of the last stage, if it was that run: for a kernel that reattaches."""
+        """Return the last stage's reply if that stage was this run, else None; for a kernel that reattaches."""
         return self._last[1] if self._last is not None and self._last[0] == run else None
 
     def _carry_out(self, call: Call) -> Output:
-        """What the worker's method gives."""
+        """Call the worker's method and return its output."""
         recorder, worker, arguments, shard = self.recorder, self.workers[call.role], call.args, None
         if call.rows is not None:
             with worker.context.communicator.all_or_none():
@@ -216,7 +216,7 @@ class Host(Shards):
         return output
 
     def _shard(self, call: Call, rows: np.ndarray, worker: Worker) -> Shard:
-        """This rank's rows of a stage's batch, which hold what their columns' schema says."""
+        """Pull this rank's rows of a stage's batch, and check the columns against their schema."""
         with self.recorder.span("transfer") as counted:
             columns = self._pull(call, counted)
             check_columns(columns, rows, worker.limits, all_valid=call.all_valid)
@@ -224,7 +224,7 @@ class Host(Shards):
         return Shard(columns=columns, rows=rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
 
     def replay(self, call: Call) -> Output:
-        """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""
+        """Run one rank's part of a stage again, without keeping its results or catching its errors."""
         listener, self.on_progress = self.on_progress, None
         try:
             with self._while_computing(), self._labels(call.stage, call.run, call.role):
@@ -244,7 +244,7 @@ class Host(Shards):
     # --- for other hosts ----------------------------------------------------------------------------------------------
 
     def release(self, keys: Collection[str]) -> None:
-        """Forget shards that no handle refers to any more, and published weights that have been taken."""
+        """Forget shards to which no handle refers any more, and published weights that have been taken."""
         self._exchange.release(keys)
         super().release(keys)
 
@@ -256,18 +256,18 @@ class Host(Shards):
     def cut_weights(
         self, key: str, wanted: Sequence[Slice], checksums: bool, since: str
     ) -> tuple[list[Any], list[int]]:
-        """Slices of published weights for another process, or patches of them: see `WeightExchange.served`."""
+        """Return slices of published weights for another process, or patches of them: see `WeightExchange.served`."""
         return self._exchange.served(key, wanted, checksums, since)
 
     def publish_probe(self, key: str) -> None:
         self._exchange.publish(key, probe()[0])
 
     def probe_link(self, key: str, host: str) -> float:
-        """Bytes a second from another host, which has published a probe, to this one."""
+        """Measure the bytes a second that this host receives from another host, which has published a probe."""
         return timed_bytes_s(key, host, self._peers.call)
 
     def probe_answer(self, host: str) -> float:
-        """Seconds in which another host answers: the least of some times."""
+        """Measure the seconds in which another host answers: the least of `QUESTIONS` attempts."""
         took_s = []
         for _ in range(QUESTIONS):
             began = time.perf_counter()
@@ -276,7 +276,7 @@ class Host(Shards):
         return min(took_s)
 
     def rates(self, devices: int) -> Any:
-        """What one of so many devices of this machine does."""
+        """Measure the rates of this machine's hardware, divided into `devices` slots."""
         from workbench.mapping.probe import this_machine
 
         return this_machine(devices)
@@ -288,9 +288,9 @@ class Host(Shards):
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
     def take_role(self, move: RoleMove, rank: int, state: RankState, run: int, *, beside: bool) -> Received:
-        """Take the state of a role that was built here for it; beside: among those that wait for `replace_roles`."""
+        """Take the state of a role that was built here. beside: the role waits for `replace_roles`."""
         built = self._incoming if beside else self.workers
-        if move.role not in built:  # a worker of the same name that stays may be in the other dict
+        if move.role not in built:  # the other dict may have a worker of the same name that stays
             raise StageError(f"{move.role} was not built", "loading it failed before")
 
         def take() -> None:
@@ -315,17 +315,17 @@ class Host(Shards):
         return Received(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
 
     def save_role(self, files: RoleFiles, rank: int) -> RankState:
-        """Write this rank's part of a role's state. rank: this host's in the role's layout."""
+        """Write this rank's part of a role's state. rank: this host's rank in the role's layout."""
         self._device.turn_to(files.role)
         return write_role(self.workers[files.role], files, rank)
 
     def save_model(self, files: RoleFiles, rank: int) -> None:
-        """Write a role's model as transformers loads it; all ranks of the role call it."""
+        """Write a role's model in the format that transformers loads; all ranks of the role call it together."""
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
     def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
-        """Take a role's state from files; see `role_state.read_role`."""
+        """Restore a role's state from files; see `role_state.read_role`."""
         with self._while_computing(), torch.random.fork_rng():
             self._device.turn_to(files.role)
             read_role(self.workers[files.role], files, parts, rank, state)
@@ -338,8 +338,8 @@ class Host(Shards):
         torch.set_num_threads(threads)
 
     def replace_roles(self, closed: Collection[str], opened: Collection[str], engines: Mapping[str, Model]) -> None:
-        """Close roles, change whether others generate (engines: their new models), and put those that were built beside
-        in their places. All ranks of the pool call it."""
+        """Close roles, change whether other roles generate (engines: their new models), and install the workers that
+        were built beside them. All ranks of the pool call this method."""
         with self._while_computing():
             for role in closed:
                 worker = self.workers.pop(role)
@@ -356,7 +356,7 @@ class Host(Shards):
                 self.workers[role] = worker
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
-        """Forget what was built beside, and the shards of hosts that stay after all."""
+        """Discard workers that were built beside live roles, and shards inherited from hosts that stay."""
         while self._incoming:
             role, worker = self._incoming.popitem()
             engine = engine_of(worker)
@@ -386,7 +386,7 @@ class Host(Shards):
     # --- edited code --------------------------------------------------------------------------------------------------
 
     def stale_sources(self) -> dict[str, SourceFile]:
-        """The files of this process's modules whose text is not what it runs."""
+        """Return the files of this process's modules whose text differs from the code that runs."""
         loaded.note()
         return loaded.stale()
 
@@ -403,21 +403,21 @@ class Host(Shards):
     # --- while a stage computes ---------------------------------------------------------------------------------------
 
     def stop(self, run: int) -> None:
-        """Stop a run where all ranks in step can, see `workbench.workers.stopping`."""
+        """Stop a run at a point where all ranks in step can stop, see `workbench.workers.stopping`."""
         self._stopping.stop(run)
 
     def status(self) -> tuple[str, int, int, int]:
-        """(what is running, done, total, tokens); answered while a stage computes."""
+        """Return (what is running, done, total, tokens); answered while a stage computes."""
         return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
-        """The process, its machine and its device; layouts, bytes and settings of roles, and which of their optimizers
-        have taken a step: in the middle of a stage, as they were when they were last looked at before it."""
+        """Describe the process, its machine and device; roles' layouts, bytes and settings; and which of their
+        optimizers have taken a step. During a stage, facts about roles are those of the last look before it."""
         import psutil
 
-        return_freed_memory()  # an iteration asks once
+        return_freed_memory()  # called once per iteration
         info, on_gpu = self.info, self.info.device.startswith("cuda")
-        # no thread reads a gradient while another one drops it: torch does not guard that
+        # a thread must not read a gradient while another one drops it: torch does not guard against that
         if self._computing.acquire(blocking=False):
             try:
                 self._held = self._look()
@@ -433,7 +433,7 @@ class Host(Shards):
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
             "device_bytes": own_gpu_bytes() if on_gpu else None,
-            # of all processes, contexts and caches included; in a share of a GPU, of this one
+            # used by all processes, contexts and caches included; with a share of a GPU, by this process
             "device_used_bytes": own_gpu_bytes() - own_gpu_free_bytes() if on_gpu else None,
             "threads": info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
@@ -449,14 +449,14 @@ class Host(Shards):
 
     @contextmanager
     def _while_computing(self) -> Iterator[None]:
-        """Inside, this thread computes, or changes tensors of roles, and no other looks at them."""
+        """Reserve the roles' tensors for this thread, which computes or changes them; others must not look at them."""
         with self._computing:
             if self._held.keys() != self.workers.keys():
                 self._held = self._look()
             yield
 
     def _look(self) -> dict[str, dict[str, Any]]:
-        """What the roles hold now."""
+        """Return what the roles hold now."""
         return {
             role: {
                 "has_moments": bool(getattr(getattr(worker, "engine", None), "has_moments", False)),
@@ -478,7 +478,7 @@ class Host(Shards):
 
 
 def _end(role: str, *steps: Callable[[], None]) -> None:
-    """End a role step by step. Where one fails the role is gone all the same, and the others are in order."""
+    """Run the steps that end a role. If a step fails, warn and run the others: the role is gone all the same."""
     for step in steps:
         try:
             step()
@@ -487,7 +487,7 @@ def _end(role: str, *steps: Callable[[], None]) -> None:
 
 
 def _return_memory() -> None:
-    """Free what closed workers held, for those who allocate beside torch too: NCCL and vLLM."""
+    """Free the memory of closed workers for libraries that allocate beside torch, such as NCCL and vLLM."""
     gc.collect()  # engines have reference cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

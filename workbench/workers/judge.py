@@ -1,4 +1,4 @@
-"""The engine of a judge, on each rank of its pool: judgements of the rows of that rank, and scores of them."""
+"""The engine of a judge on each rank of its pool: it judges that rank's rows, and functions score the judgements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.workers.worker import Context
 
 
 class JudgeEngine:
-    """A generation engine with the weights of the judge's files."""
+    """A generation engine with the judge's weights, read from its files."""
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.judge and spec.generation and spec.dtype
@@ -36,16 +36,16 @@ class JudgeEngine:
 
     @property
     def greedy(self) -> bool:
-        """Whether it writes the same about a row whenever it is asked."""
+        """Whether the judge writes the same about a row each time."""
         return is_greedy(self._judging.sampling)
 
     def reads(self, name: str) -> bool:
-        """Whether the rubric has a place for what functions are given by that name."""
+        """Return whether the rubric has a place for this argument of functions."""
         return f"{{{name}}}" in self._judging.rubric
 
     def judgements(self, rows: Mapping[int, Mapping[str, Any]], draw: int = 0) -> tuple[dict[int, str], dict[int, str]]:
-        """What the judge writes about each row, by its number; and why there is no judgement of a row, or no whole one.
-        draw: each is of other seeds. Called where ranks need not be in step."""
+        """Return the judge's text about each row, by row number; and for the other rows, why there is no judgement, or
+        no complete one. draw: each draw has other seeds. Ranks need not call this in step."""
         sampling = self._judging.sampling
         texts = {i: asked(self._judging.rubric, row, special_tokens(self._tokenizer)) for i, row in rows.items()}
         rendered = {i: render_prompt(self._tokenizer, text) for i, text in texts.items()}
@@ -80,23 +80,23 @@ Ask = Callable[[Sequence[int], Asking], tuple[dict[int, Score], dict[int, Reward
 
 
 class JudgedRows:
-    """Rows of one stage with the judge's texts about them, which all functions of the stage share.
+    """The rows of one stage with the judge's texts about them, which all functions of the stage share.
 
-    rows: what functions are given of each row, by its number. error: makes the error of a row without a judgement.
+    rows: the functions' arguments for each row, by its number. error: makes the error of a row without a judgement.
     """
 
     def __init__(
         self, engine: JudgeEngine, rows: Mapping[int, dict[str, Any]], error: Callable[[str, int], RewardError]
     ) -> None:
         self._engine, self._rows, self._error = engine, rows, error
-        self._drawn: dict[tuple[int, int], tuple[str | None, str]] = {}  # by draw and row: a text, or why there is none
+        self._drawn: dict[tuple[int, int], tuple[str | None, str]] = {}  # by draw and row: text, or why there is none
 
     def scores(
         self, function: RewardFunction, ask: Ask, asking: Asking
     ) -> tuple[dict[int, Score], dict[int, RewardError]]:
-        """Of a function the scores, and the errors, by row. A row that fails is judged again with another seed, and the
-        function is called with that, as often as `asking` has retries. A greedy judge writes the same again: `parse` of
-        `wb.Judge` is not called again, and another function is called again with the same text."""
+        """Return a function's scores, and errors, by row. A row that fails is judged again with another seed, and the
+        function is called with the new text, as often as `asking` has retries. A greedy judge would write the same
+        again: `parse` of `wb.Judge` is not called again, and another function is called again with the same text."""
         scores: dict[int, Score] = {}
         errors: dict[int, RewardError] = {}
         again, greedy = list(self._rows), self._engine.greedy
@@ -116,6 +116,6 @@ class JudgedRows:
             again = sorted(errors)
             if not again:
                 break
-        for row in self._rows.values():  # functions that do not ask for it get none
+        for row in self._rows.values():  # functions without a judge's text must not get it
             row.pop(JUDGEMENT, None)
         return scores, errors

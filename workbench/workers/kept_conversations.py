@@ -1,4 +1,4 @@
-"""Conversations of a stage that was interrupted: the same call again goes on with them."""
+"""Keeps the conversations of an interrupted stage; the same call made again continues them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from workbench.workers.conversation import Conversation
 
 
 class KeptConversations:
-    """Those of one worker. A conversation follows from its seed, its prompt, the settings with the code of the
-    environment, the row and the weights: where all of these are the same, it is taken as it was. One that had not ended
-    goes on behind its newest answer, with a new environment that is told the turns before."""
+    """The kept conversations of one worker. A conversation follows from its seed, its prompt, the settings with the
+    environment's code, the row and the weights: if all of these are the same, the kept conversation is used again. If
+    it had no ending, it continues after its newest answer, with a new environment that is told the earlier turns."""
 
     def __init__(self) -> None:
         self._forget()
@@ -26,18 +26,18 @@ class KeptConversations:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is kept, as plain values for a checkpoint; empty: nothing."""
+        """The kept conversations as plain values for a checkpoint; empty if there are none."""
         kept = [one.state for one in self._kept.values()]
         return {"key": self._key, "weights": self._weights, "conversations": kept} if kept else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Keep what gave a state."""
+        """Restore conversations from a `state`."""
         self._key, self._weights = state.get("key", b""), state.get("weights", [])
         kept = [Conversation.of_state(one) for one in state.get("conversations", ())]
         self._kept = {one.seed: one for one in kept}
 
     def only_of(self, weights: Sequence[int]) -> None:
-        """Forget those of other weights: none of them can go on. weights: what tells them from others."""
+        """Forget conversations of other weights: they cannot continue. weights: numbers that identify the weights."""
         if [*weights] != self._weights:
             self._forget()
 
@@ -45,8 +45,8 @@ class KeptConversations:
     def resuming(
         self, key: bytes, weights: Sequence[int], conversations: Sequence[Conversation]
     ) -> Iterator[list[Conversation]]:
-        """The conversations of a stage, those that were kept in the place of new ones. They are kept again
-        where the stage does not come to its end. key: see `key_of`; empty: nothing is kept."""
+        """Yield the conversations of a stage, with kept conversations in place of new ones. They are kept again if the
+        stage does not complete. key: see `key_of`; empty: nothing is kept."""
         resumed = [*conversations]
         if key and key == self._key:
             resumed = [self._kept.get(new.seed, new) for new in conversations]
@@ -61,7 +61,7 @@ class KeptConversations:
 
 
 def key_of(sampling: Sampling, rows: Sequence[Mapping[str, Any]], weights: Sequence[int]) -> bytes:
-    """What conversations follow from beside their seeds and prompts, equal in every process. weights: what tells them
-    from others."""
+    """Fingerprint the conditions of conversations other than seeds and prompts, equal in every process. weights:
+    numbers that identify the weights."""
     settings = {one.name: getattr(sampling, one.name) for one in fields(sampling)}
     return fingerprint((settings, [*rows], [*weights])).encode()

@@ -1,4 +1,4 @@
-"""Rows of varying length into micro-batches without padding, the same way for every stage; what is collected of them.
+"""Cuts rows of varying length into micro-batches without padding, alike for every stage, and collects their results.
 
 Shape legend: B rows, T tokens of their prompts (each once) and responses end to end, R response tokens of the longest
 row, N response tokens in all.
@@ -32,12 +32,12 @@ def cut(
     padded: bool = False,
     prompts: Sequence[tuple[int, int]] = (),
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer row is alone).
+    """Return the row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer row is alone).
 
-    The longest rows first, each into the first micro-batch that has room for it. padded: for a model that cannot run
-    packed sequences; a micro-batch counts as rows x longest, and its rows are next to each other in length. prompts: of
-    each row the number of its prompt, and its tokens: rows of one prompt go in one after another, and a micro-batch
-    that has the prompt needs room only for the rest of a row. Empty: each row has a prompt of its own.
+    The longest rows come first; each goes into the first micro-batch that has room for it. padded: for a model that
+    cannot run packed sequences; a micro-batch counts as rows x longest, and its rows are neighbours in length. prompts:
+    for each row the number of its prompt and the prompt's tokens: rows of one prompt follow each other, and a
+    micro-batch that has the prompt needs room only for the rest of a row. Empty: each row has a prompt of its own.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -65,8 +65,8 @@ def cut(
 
 
 def split(groups: list[list[int]], least: int) -> list[list[int]]:
-    """The groups; the largest is halved in its place until there are `least`, or none has two rows: ranks that step
-    together have equally many."""
+    """Halve the largest group, in its place, until there are `least` groups or no group has two rows: ranks that step
+    together need equally many groups."""
     while groups and len(groups) < least:
         i = max(range(len(groups)), key=lambda i: len(groups[i]))
         rows = groups[i]
@@ -78,12 +78,12 @@ def split(groups: list[list[int]], least: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target a response token.
+    """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target per response token.
 
-    Rows of the same prompt share it: the prompt is a sequence, and each response continues it, up to its second
+    Rows of the same prompt share it: the prompt is one sequence, and each response continues it, up to its second
     context if it has one (see `CONTEXT_STARTS`). index: its rows in the shard. weight: 0.0 for a pass that only keeps
-    in step with other ranks. last: [B], the position of each row's last token among the T. tokens: of its rows, each
-    with its prompt. response_rows, response_times [N]: the place of token n in a [B, R] tensor of the responses.
+    in step with other ranks. last: [B], the position of each row's last token among the T. tokens: of all rows, each
+    row with its prompt. response_rows, response_times [N]: the place of token n in a [B, R] tensor of the responses.
     """
 
     index: list[int]
@@ -103,15 +103,15 @@ class MicroBatch:
         sets: Callable[[list[int]], TokenSets] | None = None,
         **asked: bool,
     ) -> dict[str, Any]:
-        """Its inputs, asking for the log-probabilities of its targets. sets: of some rows, see `SamplingMask`. asked:
-        more, see `TokenLogProbs.read`."""
+        """Return the module's inputs that ask for the log-probabilities of the targets. sets: returns the token sets of
+        some rows, see `SamplingMask`. asked: further outputs, see `TokenLogProbs.read`."""
         own: dict[str, Any] = {"targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
         if sets is not None:
             own["sets"] = sets(self.index)
         return {**self.inputs, **own, **asked}
 
     def to_BR(self, values_N: Tensor) -> Tensor:
-        """Response numbers [N, ...] as a right-padded [B, R, ...] tensor (differentiable)."""
+        """Scatter response numbers [N, ...] into a right-padded [B, R, ...] tensor (differentiable)."""
         out_BR = values_N.new_zeros((len(self.index), self.longest, *values_N.shape[1:]))
         return out_BR.index_put((self.response_rows, self.response_times), values_N)
 
@@ -120,11 +120,11 @@ class MicroBatch:
         return self.to_BR(to_device(column.take(self.index).values, self.targets.device))
 
     def mask_BR(self, mask: Ragged) -> Tensor:
-        """The response mask, [B, R]; all zero in a pass that only keeps in step."""
+        """Return the response mask, [B, R]; all zero in a pass that only keeps in step with other ranks."""
         return self.column_BR(mask).float() * self.weight
 
     def mean_over(self, mask_BR: Tensor) -> Callable[[Tensor], OnDevice]:
-        """Means over the tokens of a mask, as metrics. A selection: outside the mask a number may be infinite."""
+        """Return a function that makes mask means as metrics. It selects: outside the mask a number may be infinite."""
         count = mask_BR.sum()
         return lambda x_BR: OnDevice(
             Mean, {"total": torch.where(mask_BR > 0, x_BR.detach(), 0.0).sum(), "count": count}
@@ -141,16 +141,16 @@ def each_minibatch(
     skip: Collection[int] = (),
     together: int = 1,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each minibatch of a shard: at least one, and equally many on every data-parallel rank.
+    """Cut each minibatch of a shard into micro-batches: at least one, and equally many on every data-parallel rank.
 
-    skip: rows to leave out. together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers
-    of a pair. A rank with too few micro-batches repeats its shortest rows, whose tokens count for nothing.
+    skip: rows to leave out. together: how many consecutive rows stay side by side in one micro-batch, such as the 2
+    answers of a pair. A rank with too few micro-batches repeats its shortest rows with weight 0.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
     contexts = contexts_of(shard.columns)
     minibatches = []
     for rows in minibatch_indices(shard.minibatch_sizes):
-        numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
+        numbers: dict[bytes, int] = {}  # numbers of prompts; padded rows share no prompt
         prompt_of = {
             row: row if padded else numbers.setdefault(prompts[row].numpy().tobytes(), len(numbers)) for row in rows
         }
@@ -184,14 +184,14 @@ def _build(
     index: list[int],
     weight: float,
 ) -> MicroBatch:
-    """The micro-batch of some rows. A prompt of several rows stands before the first of their responses; a further
-    context of a response is a sequence that continues none, see `contexts_of`."""
+    """Build the micro-batch of some rows. A prompt of several rows precedes the first of their responses; a further
+    context of a response is a sequence of its own, see `contexts_of`."""
     rows_of = Counter(prompt_of[i] for i in index)
     sequences: list[Tensor] = []
-    # of each sequence the one that it continues, or -1; of each row the positions of its prompt's last token and of its
-    # response's first
+    # for each sequence the sequence that it continues, or -1; for each row the positions of its prompt's last token and
+    # of its response's first token
     after, ends, starts, tokens = [], [], [], 0
-    known: dict[int, tuple[int, int]] = {}  # of a shared prompt: the number of its sequence, and of its last token
+    known: dict[int, tuple[int, int]] = {}  # for a shared prompt: the numbers of its sequence and of its last token
     for i in index:
         prompt, whole = prompts[i], responses[i]
         response, *others = torch.tensor_split(whole, contexts.get(i, []))
@@ -219,7 +219,7 @@ def _build(
     counts_B = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts_B)
     times_N = torch.cat([torch.arange(int(n)) for n in counts_B])
-    # the hidden state one token earlier predicts the token, and is the state that the critic values
+    # the hidden state one token earlier predicts the token, and the critic values that state
     positions_N = torch.where(times_N > 0, starts_B[rows_N] + times_N - 1, ends_B[rows_N])
     inputs = {
         "input_ids": to_device(torch.cat(sequences).long(), device),
@@ -241,9 +241,9 @@ def _build(
 
 
 class Scatter:
-    """Collects the numbers of micro-batches back into one ragged column in the shard's row order.
+    """Collects the numbers of micro-batches into one ragged column in the shard's row order.
 
-    width: how many numbers a token; None: one, and the column's values are [tokens].
+    width: how many numbers per token; None: one, and the column's values are [tokens].
     """
 
     def __init__(self, like: Ragged, width: int | None = None) -> None:
@@ -268,14 +268,14 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def tokens_of(micro: MicroBatch) -> int:
-    """Tokens of a micro-batch; 0 of one that only keeps in step."""
+    """Return the tokens of a micro-batch; 0 if it only keeps in step with other ranks."""
     return micro.tokens if micro.weight else 0
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A metric some of whose numbers, by field, are still on the device that computes them. Reading them one by one
-    would wait for the device each time: `on_host` brings many at once."""
+    """A metric with numbers, by field, that are still on the device that computes them. Reading them one by one would
+    wait for the device each time: `on_host` reads many at once."""
 
     kind: type[Mean] | type[Max]
     numbers: Mapping[str, Tensor | float]
@@ -285,7 +285,7 @@ DeviceMetrics = Mapping[str, Metric | OnDevice]
 
 
 def on_host(reported: Sequence[DeviceMetrics]) -> list[Metrics]:
-    """The same metrics with all their numbers on the host, in one transfer."""
+    """Bring all numbers of these metrics to the host in one transfer, and return the metrics."""
     waiting = [metric for metrics in reported for metric in metrics.values() if isinstance(metric, OnDevice)]
     tensors = [n.detach().double() for metric in waiting for n in metric.numbers.values() if isinstance(n, Tensor)]
     values = iter(torch.stack(tensors).tolist() if tensors else ())
@@ -299,5 +299,5 @@ def on_host(reported: Sequence[DeviceMetrics]) -> list[Metrics]:
 
 
 def largest(x: Tensor) -> OnDevice:
-    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
+    """Return the largest of non-negative numbers as a metric; 0 if there are none, as in rows without a token."""
     return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})

@@ -1,5 +1,5 @@
-"""Workers that hold a model, whatever their role: what can be asked of its weights and its mode; and the operations of
-all trained roles: saving, checksums, gradients without a step."""
+"""Base classes of workers that hold a model: moving and writing its weights, and, for all trained roles, the operations
+that save weights, compute checksums, and measure gradients without a step."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Result = TypeVar("Result")
 
 
 class ModelWorker(PassWorker):
-    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it."""
+    """Base class of roles that have a model in an engine; `engine` is None where a function stands in for the model."""
 
     def hold(self, module: PackedModule, *, trained: bool) -> None:
-        """Put a model into an engine of its own, with an optimizer where it is trained."""
+        """Put a model into an engine of its own, with an optimizer if the model is trained."""
         spec, context = self.spec, self.context
         assert spec.training is not None and spec.dtype is not None
         self._sequences = module.describe()
@@ -70,7 +70,7 @@ class ModelWorker(PassWorker):
         return {**super().describe(), "sequences": self._sequences, "micro_batch_tokens": self.budget.known}
 
     def state(self) -> dict[str, Any]:
-        """Of a trained engine, and of the process's random generators; empty where nothing is trained."""
+        """Return the states of a trained engine and of the process's random generators; empty if nothing is trained."""
         if self.engine is None or self.engine.settings is None:
             return {}
         return {"engine": self.engine.state_dict(), "random": random_state()}
@@ -107,9 +107,9 @@ class ModelWorker(PassWorker):
             self.engine.load("parameters")  # gradients and optimizer come with the first step
 
     def write_weights(self, path: str | Path, card: str, shard_gb: float) -> str:
-        """Write the engine's weights to a folder, see the operation `save_model`. Its absolute path.
+        """Write the engine's weights to a folder, see the operation `save_model`; return the folder's absolute path.
 
-        Raises `BadInput`, on all ranks, where the folder holds something, and `WriteFailed` where writing fails.
+        Raises `BadInput` on all ranks if the folder is not empty, and `WriteFailed` if writing fails.
         """
         assert self.engine is not None and self.spec.name is not None
         module, name = self.engine.module, self.spec.name
@@ -131,19 +131,19 @@ class ModelWorker(PassWorker):
         tensors: Iterator[tuple[str, Tensor]],
         write: Callable[[Path, dict[str, Tensor]], None],
     ) -> str:
-        """`write(folder, tensors)` on the first rank, with copies on its CPU; the absolute path of the folder. Raises
-        as `write_weights`."""
+        """Call `write(folder, tensors)` on the first rank, with copies of the tensors on its CPU; return the folder's
+        absolute path. Raises the errors of `write_weights`."""
         folder, first = Path(self.context.folder, path_of(path, "path")), self.context.communicator.rank == 0
         folder = Path(self._on_first_rank(lambda: str(new_or_empty(folder)), folder))
         copies = {}
-        for name, tensor in tensors:  # on every rank to the end, as weights are gathered
+        for name, tensor in tensors:  # every rank reads all of them, as weights are gathered
             if first:
                 copies[name] = tensor.cpu().clone()
         self._on_first_rank(lambda: write(folder, copies), folder)
         return str(folder)
 
     def _on_first_rank(self, action: Callable[[], Result], folder: Path) -> Result:
-        """`action()` on the first rank, for which the others wait; where it raises, all raise the same error."""
+        """Call `action()` on the first rank while the others wait; if it raises, all ranks raise the same error."""
         communicator = self.context.communicator
         first = communicator.rank == 0
         try:
@@ -163,9 +163,9 @@ class ModelWorker(PassWorker):
 
     @register(ONE_TO_ALL)
     def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:
-        """For each weight a short text that is equal on ranks, and at times, at which it has the same bits.
+        """Return a short text for each weight, equal on ranks, or at times, at which the weight's bits are equal.
 
-        frozen: of those alone that require no gradient, such as the model under an adapter.
+        frozen: only weights that require no gradient, such as the model under an adapter.
         """
         if self.engine is None:
             return {}
@@ -177,9 +177,9 @@ class ModelWorker(PassWorker):
 
     @register(ONE_TO_ALL)
     def training_modules(self) -> list[str]:
-        """The modules in training mode, in which dropout acts; there should be none.
+        """Return the names of modules in training mode, in which dropout acts; there should be none.
 
-        Left out are layers that recompute activations: the mode of such a layer itself turns that on, and its children,
+        Layers that recompute activations are left out: their own mode switches recomputation on, and their children,
         dropout among them, have modes of their own.
         """
         if self.engine is None:
@@ -191,7 +191,7 @@ class ModelWorker(PassWorker):
 
 
 def log_probs_of(model: PreTrainedModel, spec: Model) -> TokenLogProbs:
-    """The module of a role that is this causal language model, as its settings say."""
+    """Wrap a causal language model in the module that computes its log-probabilities with the spec's settings."""
     assert spec.training is not None
     return TokenLogProbs(
         model,
@@ -201,15 +201,15 @@ def log_probs_of(model: PreTrainedModel, spec: Model) -> TokenLogProbs:
 
 
 def digest(tensor: Tensor) -> str:
-    """A short text of a tensor's bits."""
+    """Return a short text that identifies a tensor's bits."""
     bits = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(bits.numpy().data, digest_size=8).hexdigest()
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of the global random generators of this process: those of Python, numpy and torch."""
+    """Return the states of this process's global random generators: Python's, numpy's and torch's."""
     _, python, python_gauss = random.getstate()
-    legacy: Any = np.random.get_state()  # noqa: NPY002 (which users call)
+    legacy: Any = np.random.get_state()  # noqa: NPY002 (users call these functions)
     _, numpy, position, has_gauss, numpy_gauss = legacy
     gauss = [torch.nan if python_gauss is None else python_gauss, numpy_gauss]
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -223,7 +223,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Go back to what `random_state` gave; the generators of GPUs where this process has as many."""
+    """Restore what `random_state` returned; GPU generators only if this process has as many GPUs as the state."""
     python_gauss, numpy_gauss = state["gauss"].tolist()
     *numpy, position, has_gauss = state["numpy"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
@@ -252,18 +252,18 @@ class TrainedWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def weights_checksum(self) -> float:
-        """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
+        """Return the sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path, *, card: str = "", shard_gb: PositiveFloat = SHARD_GB) -> str:
-        """Write the weights as they are now, with configuration and tokenizer, as transformers does: `wb.Model(path)`,
-        and vLLM, load it. The absolute path, once a rank.
+        """Write the current weights, configuration and tokenizer as transformers does: `wb.Model(path)` and vLLM load
+        them. Each rank returns the absolute path.
 
-        path: a folder that is empty or not there yet; relative to where the workbench was opened, on the machine of the
-        role's first rank. Weights are written in the role's dtype; those of a value or score head as "score".
-        card: a model card in Markdown, such as `wb.model_card(lab)`, which tells of the run; it becomes README.md.
-        shard_gb: largest size of a safetensors file, in 1e9 bytes; more weights go into several with an index.
+        path: an empty or new folder on the machine of the role's first rank; a relative path starts where the workbench
+        was opened. Weights are written in the role's dtype; those of a value or score head as "score".
+        card: a model card in Markdown, such as `wb.model_card(lab)`, which describes the run; it becomes README.md.
+        shard_gb: largest size of a safetensors file, in 1e9 bytes; more weights go into several files with an index.
         """
         return self.write_weights(path, card, shard_gb)
 
@@ -277,11 +277,11 @@ class TrainedWorker(ModelWorker):
         arguments: Mapping[str, Any],
         micro_batch_tokens: int | None = None,
     ) -> GradientReport:
-        """The gradient that one of this role's updates would pass to its optimizer, as each rank sees it; no step is
-        taken.
+        """Measure, on each rank, the gradient that one of this role's updates would pass to its optimizer, without a
+        step.
 
-        update, arguments: the operation and its arguments. columns: those of the batch that it reads.
-        micro_batch_tokens: in place of the setting's.
+        update, arguments: the operation and its arguments. columns: the batch's columns that the update reads.
+        micro_batch_tokens: replaces the setting's value.
         """
         engine, budget = self.engine, self.budget
         counts = self.context.groups.counts

@@ -1,10 +1,10 @@
-"""Partial rollouts: responses that pause after so many tokens, and go on in a later call, with the weights of then.
+"""Partial rollouts: responses that pause after so many tokens, and continue in a later call with that call's weights.
 
     call 1   |=====|        call 2   |=====|       call 3   |==|      ending "eos"; the tokens were drawn
     weights version 4       version 5              version 6          by versions 4, 5 and 6: `token_versions`
 
-After Kimi k1.5 (https://arxiv.org/abs/2501.12599, section 2.6.2): a budget of tokens a call keeps the longest responses
-from holding up the others. It depends on no clock, so that the same call draws the same everywhere.
+After Kimi k1.5 (https://arxiv.org/abs/2501.12599, section 2.6.2): a token budget per call keeps the longest responses
+from delaying the others. It depends on no clock, so that the same call draws the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from workbench.messages.shards import Shard
 from workbench.settings.engines import Generation
 from workbench.workers.rollout_columns import PAUSED, ending_columns
 
-COLUMNS = ("token_versions", "sample_seed")  # beside those of other rollouts
-METRICS = ("ending_paused/fraction", "ended/fraction", "drawn_tokens/mean")  # of what a call has drawn, a row
-READS = ("response_ids", "rollout_log_prob", "ending", *COLUMNS)  # of a call that resumes
+COLUMNS = ("token_versions", "sample_seed")  # beside the columns of other rollouts
+METRICS = ("ending_paused/fraction", "ended/fraction", "drawn_tokens/mean")  # of a call's new tokens, per row
+READS = ("response_ids", "rollout_log_prob", "ending", *COLUMNS)  # columns that a resuming call reads
 
 
 def in_parts(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate_sequences` with these arguments pauses responses, or goes on with them."""
+    """Return whether a call of `generate_sequences` with these arguments pauses responses, or continues them."""
     return bool(arguments.get("pause_after") or arguments.get("resume"))
 
 
@@ -50,7 +50,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
 
 
 def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> None:
-    """Raise `BadInput` where the engine keeps no cache between calls."""
+    """Raise `BadInput` if the engine keeps no cache between calls."""
     if arguments["cache"] == "kept" and generation is not None and generation.engine != "vllm":
         raise BadInput(
             f"cache='kept' on engine={generation.engine!r}",
@@ -61,7 +61,7 @@ def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResponses:
-    """What each row of a shard has of its response. versions: of its tokens."""
+    """The parts of its response that each row of a shard has so far. versions: the weights version of each token."""
 
     ids: list[list[int]]
     log_probs: list[list[float]]
@@ -71,7 +71,7 @@ class PartialResponses:
 
     @classmethod
     def of(cls, batch: Shard, seeds: Sequence[int], resume: bool) -> PartialResponses:
-        """Of a shard whose rows would be drawn with these seeds, if they begin now: those with no token."""
+        """Read the parts of a shard's responses. seeds: used for rows that begin now, which have no token yet."""
         if not resume:
             nothing: list[list[Any]] = [[] for _ in seeds]
             return cls(
@@ -90,11 +90,11 @@ class PartialResponses:
 
     @property
     def open(self) -> list[list[int] | None]:
-        """What the rows that go on have; None for those that have ended."""
+        """The token ids of rows that continue; None for rows that have ended."""
         return [ids if ending == PAUSED else None for ids, ending in zip(self.ids, self.endings, strict=True)]
 
     def metrics(self, columns: Table) -> Metrics:
-        """What a call has drawn of rows that have these columns after it."""
+        """Return metrics of the tokens that a call has drawn, from the rows' columns after it."""
         endings, log_probs = columns["ending"], ragged_in(columns, "rollout_log_prob")
         assert isinstance(endings, list)
         ended = sum(before == PAUSED != now for before, now in zip(self.endings, endings, strict=True))
@@ -102,7 +102,7 @@ class PartialResponses:
         return {name: Mean(total=n, count=len(endings)) for name, n in zip(METRICS, totals, strict=True)}
 
     def columns(self, rollout: Rollout, rows: slice, version: int, most: Sequence[int]) -> Table:
-        """With what a call has drawn. rows: the shard's in the rollout. most: tokens that each response may have."""
+        """Return the columns after a call. rows: the shard's rows in the rollout. most: tokens of each response."""
         ids, log_probs, versions, endings = (
             [*column] for column in (self.ids, self.log_probs, self.versions, self.endings)
         )

@@ -1,4 +1,4 @@
-"""How a role computes over a shard, micro-batch by micro-batch: `passes` forward, and `steps` of the optimizer.
+"""How a role computes over a shard, micro-batch by micro-batch: `passes` runs forward passes, `steps` optimizer steps.
 
     column = self.token_values(batch, lambda micro: micro.scored(temperature))
     output = self.steps(Term(shard=batch, inputs=lambda micro: micro.inputs, loss=loss), epochs=1)
@@ -48,23 +48,23 @@ from workbench.workers.worker import Context, Worker
 
 # The batch's meta key of the temperature of `old_log_prob`; "temperature" is the rollout's.
 LOG_PROB_TEMPERATURE = "log_prob_temperature"
-# Tokens of the two trial passes of a budget, and of their rows; the share of memory that stays free for rows of other
+# Tokens of a budget's two trial passes, and of each row in them; the share of memory that stays free for rows of other
 # lengths and fragmentation.
 TRIAL_TOKENS, TRIAL_ROW_TOKENS = (1024, 2048), 512
 MARGIN = 0.1
 
-# of arguments of operations
+# types of arguments of operations
 ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 
-Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # what the module is given of a micro-batch
+Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # the module's arguments for a micro-batch
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowReading:
-    """One number per row. inputs: what the module is given of a micro-batch. values: the numbers [B], from its output.
+    """One number per row. inputs: the module's arguments for a micro-batch. values: the numbers [B], from its output.
 
-    The two are apart because on a pipeline the output is on the last stage alone.
+    They are separate because on a pipeline only the last stage has the output.
     """
 
     inputs: Inputs
@@ -84,13 +84,13 @@ LAST_TOKEN_SCORES = RowReading(
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One summand of what is minimised: `loss` over the tokens of a shard, aggregated over each minibatch.
+    """One summand of the minimised loss: `loss` over the tokens of a shard, aggregated over each minibatch.
 
-    loss: from a micro-batch and the module's output to a loss per response token [B, R], and metrics. The shard has as
-    many minibatches as those of the other terms.
-    skip: rows of the shard that have no gradient, so that they only count in the denominators. Rows that are not valid
-    count nowhere, and are left out too.
-    together: consecutive rows whose loss is one, see `each_minibatch`.
+    loss: maps a micro-batch and the module's output to a loss per response token [B, R], and metrics. All terms' shards
+    have the same number of minibatches.
+    skip: rows of the shard without a gradient, which only count in the denominators. Rows that are not valid are left
+    out too, and count nowhere.
+    together: how many consecutive rows share one loss, see `each_minibatch`.
     prepare: called with the minibatch's number before each of its optimizer steps, on every rank.
     """
 
@@ -109,7 +109,7 @@ class Term:
         return self.shard.valid_mask
 
     def divisors(self, context: Context) -> list[Tensor]:
-        """The denominator of each minibatch, over the rows of all replicas, skipped ones among them."""
+        """Return the denominator of each minibatch, over the rows of all replicas, including skipped rows."""
         mask_BR = self.mask.pad()
         parts = [
             denominator(mask_BR[rows], self.aggregation, self.max_response_tokens)
@@ -120,36 +120,36 @@ class Term:
 
 @dataclass
 class StepLosses:
-    """The losses of one optimizer step's micro-batches, and their metrics. They are read after the step, so that the
-    host does not wait for a device between micro-batches.
+    """The losses and metrics of one optimizer step's micro-batches. They are read after the step, so that the host does
+    not wait for a device between micro-batches.
 
-    reported: metrics, this rank's share of the loss among them. not_finite: of each micro-batch, in which rows the loss
-    is not finite, [B].
+    reported: metrics, including this rank's share of the loss. not_finite: for each micro-batch, the rows whose loss is
+    not finite, [B].
     """
 
     reported: list[DeviceMetrics] = field(default_factory=list)
     not_finite: list[tuple[Term, MicroBatch, Tensor]] = field(default_factory=list)
 
     def share(self, term: Term, divisor: Tensor, micro: MicroBatch, output: Any) -> Tensor:
-        """A micro-batch's share of the minibatch's loss, a scalar. divisor: of its minibatch."""
+        """Return a micro-batch's share of the minibatch's loss, a scalar. divisor: the minibatch's denominator."""
         loss_BR, metrics = term.loss(micro, output)
         mask_BR = micro.mask_BR(term.mask)
         share = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
         self.reported.append({**metrics, "loss": OnDevice(Mean, {"total": share.detach(), "count": 0.0})})
         self.not_finite.append((term, micro, (~torch.isfinite((loss_BR * mask_BR).detach())).any(dim=1)))
-        if share.requires_grad:  # a loss that is not finite has no gradient to step along, whatever autograd gives
+        if share.requires_grad:  # a loss that is not finite gets a NaN gradient, whatever autograd computes
             finite = torch.isfinite(share.detach())
             share.register_hook(lambda gradient: torch.where(finite, gradient, torch.nan))
         return share
 
     def metrics(self, report: StepReport, replicas: int) -> tuple[Metrics, str]:
-        """The metrics of the step, and why it was skipped; empty: it was taken."""
+        """Return the step's metrics, and why the step was skipped ("" if it was taken)."""
         metrics, why = Metrics(), ""
         for reported in on_host(self.reported):
             merge_metrics(metrics, reported)
         loss = metrics.get("loss", Mean(total=0.0, count=0.0))  # reported on the last stage of a pipeline
         assert isinstance(loss, Mean)
-        # each replica holds its share of one global loss: the shares add up, the count is one a step
+        # each replica holds its share of one global loss: the shares add up, and count once per step
         metrics["loss"] = Mean(total=loss.total, count=1 / replicas)
         if report.skipped:
             why = "" if math.isfinite(loss.total) else self._first_not_finite()
@@ -165,7 +165,7 @@ class StepLosses:
         return metrics, why
 
     def _first_not_finite(self) -> str:
-        """The first row whose loss is not finite, and the columns that are not finite there, in words."""
+        """Say in words which row's loss is the first that is not finite, and which of its columns are not finite."""
         for term, micro, rows_B in self.not_finite:
             for i in rows_B.nonzero()[:1, 0].tolist():
                 read = not_finite_in(term.shard.columns, micro.index[i])
@@ -175,7 +175,7 @@ class StepLosses:
 
 
 class PassWorker(Worker):
-    """A worker that computes with an engine. budget: of the tokens of a micro-batch."""
+    """A worker that computes with an engine. budget: limits the tokens of a micro-batch."""
 
     engine: TrainingEngine | None = None
     budget: TokenBudget
@@ -183,11 +183,11 @@ class PassWorker(Worker):
     def passes(
         self, batch: Shard, inputs: Inputs, *, forward: Callable[..., Any] | None = None, together: int = 1
     ) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch of a shard, and the output of `forward(**inputs(micro))`, without gradients.
+        """Yield each micro-batch of a shard with the output of `forward(**inputs(micro))`, without gradients.
 
         forward: None: the engine's. together: see `each_minibatch`. Between passes the stage reports its progress and
-        may be stopped. Where a GPU has no memory for automatic micro-batches all are computed again with smaller ones,
-        from the first, so that all rows are cut alike, as in an update: collect outputs by row, as `Scatter` does.
+        may be stopped. If a GPU has no memory for automatic micro-batches, all passes are repeated from the first with
+        smaller ones, so that all rows are cut alike, as in an update: collect outputs by row, as `Scatter` does.
         """
         if self.engine is None:
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
@@ -210,14 +210,14 @@ class PassWorker(Worker):
     def token_values(
         self, batch: Shard, inputs: Inputs, *, width: int | None = None, forward: Callable[..., Any] | None = None
     ) -> Ragged:
-        """A number of each response token, the first that the passes give of it. width: see `Scatter`."""
+        """Return one number per response token: the first output of the passes. width: see `Scatter`."""
         scatter = Scatter(batch.ragged("response_ids"), width)
         for micro, output in self.passes(batch, inputs, forward=forward):
             scatter.put(micro, output[0] if isinstance(output, tuple) else output)
         return scatter.column()
 
     def row_values(self, batch: Shard, reading: RowReading, *, together: int = 1) -> Tensor:
-        """The numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""
+        """Return the numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""
         out = torch.zeros(len(batch))
         for micro, output in self.passes(batch, reading.inputs, together=together):
             if micro.weight:
@@ -225,13 +225,13 @@ class PassWorker(Worker):
         return out
 
     def steps(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
-        """One optimizer step per minibatch and epoch, on the sum of the terms; after a stop those that are left.
+        """Take one optimizer step per minibatch and epoch on the sum of the terms; after a stop, the remaining steps.
 
         The token losses of a term are aggregated with the denominator of its whole minibatch, over all replicas and
         micro-batches. rate_scales: a factor of the learning rate per minibatch, equal on all ranks; empty: all 1. On a
-        pipeline the metrics of losses are on its last stage. `Output.notes` names the steps that the engine skipped,
-        and where the loss, or which gradient, was first not finite. Where a GPU has no memory for automatic
-        micro-batches, the step begins again with smaller ones.
+        pipeline only the last stage has the losses' metrics. `Output.notes` names the steps that the engine skipped,
+        and where the loss, or which gradient, was first not finite. If a GPU has no memory for automatic micro-batches,
+        the step begins again with smaller micro-batches.
         """
         engine, context, stopping = self.engine, self.context, self.context.stopping
         assert engine is not None
@@ -267,7 +267,7 @@ class PassWorker(Worker):
                     break
                 except torch.OutOfMemoryError as error:
                     if engine.half_moved:
-                        raise  # in the middle of the optimizer's step: some weights may have moved
+                        raise  # during the optimizer's step: some weights may have moved
                     self.budget.halve(error)
                 minibatches = self._cut_terms(terms)
             done_tokens = tokens
@@ -284,23 +284,23 @@ class PassWorker(Worker):
         return Output(metrics=metrics, notes=tuple(notes))
 
     def _cut(self, batch: Shard, skip: Collection[int] = (), together: int = 1) -> list[list[MicroBatch]]:
-        """The micro-batches of each minibatch of a shard, by the budget as it is now."""
+        """Cut each minibatch of a shard into micro-batches with the current budget."""
         data, device, budget = self.context.groups.data, self.context.device, self.budget
         return each_minibatch(batch, budget.tokens, data, device, padded=budget.padded, skip=skip, together=together)
 
     def _cut_terms(self, terms: Sequence[Term]) -> list[tuple[list[MicroBatch], ...]]:
-        """For each minibatch the micro-batches of each term."""
+        """Return, for each minibatch, the micro-batches of each term."""
         of_terms = (self._cut(term.shard, {*term.skip, *term.shard.invalid_rows}, term.together) for term in terms)
         return list(zip(*of_terms, strict=True))
 
 
 class TokenBudget:
-    """The upper bound of the tokens in a micro-batch, for all operations of a role.
+    """The largest number of tokens in a micro-batch, for all operations of a role.
 
-    given: `Training.micro_batch_tokens`. Where that is None, on a GPU two small passes (forward, and backward where the
-    role is trained) measure the bytes of a token, by which the memory that the placement leaves is divided: so the same
-    placement on the same device gives the same numbers on every run. All ranks of the pool ask first at the same time,
-    and take the smallest answer.
+    given: `Training.micro_batch_tokens`. If it is None on a GPU, two small passes (forward, and backward if the role is
+    trained) measure the bytes per token, by which the memory that the placement leaves is divided. So the same
+    placement on the same device gives the same budget on every run. All ranks of the pool first read the budget at the
+    same time, and use the smallest result.
 
     padded: whether micro-batches are padded.
     """
@@ -324,7 +324,7 @@ class TokenBudget:
 
     @property
     def tokens(self) -> int:
-        """The bound; measured when it is first asked for."""
+        """The budget, measured when it is first read."""
         if self.known is None:
             here = torch.tensor([-self._fitting()])
             self.known = -int(self._context.communicator.all_reduce_max(here).item())
@@ -332,8 +332,8 @@ class TokenBudget:
         return self.known
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
-        """Halve the bound after a pass ran out of memory, and add a note. Raises the error where the number was set, is
-        at its minimum, or where other ranks wait for this one inside a collective."""
+        """Halve the budget after a pass ran out of memory, and add a note. Raises the error again if the budget was set
+        by the user or is at its minimum, or if other ranks wait for this one inside a collective."""
         others_wait = self._context.communicator.world_size > 1
         if others_wait or not self.automatic or self.known is None or self.known <= TOKENS_STEP:
             raise error
@@ -354,11 +354,11 @@ class TokenBudget:
             )
         except torch.OutOfMemoryError:
             layout = self._context.layout
-            if layout.p * layout.t > 1 or (self._trained and layout.size > 1):  # the others are inside a collective
+            if layout.p * layout.t > 1 or (self._trained and layout.size > 1):  # the others are in a collective
                 raise
             return TOKENS_STEP
         each = max(1.0, (second - first) / (large - small))
-        fixed = first - each * small  # gradients among it
+        fixed = first - each * small  # includes gradients
         left = self._context.room.pass_bytes(own_gpu_bytes()) - fixed
         fitting = int((1 - MARGIN) * left / each) // TOKENS_STEP * TOKENS_STEP
         return min(MOST_TOKENS, max(TOKENS_STEP, fitting))
@@ -366,7 +366,7 @@ class TokenBudget:
     def _trial(self, tokens: int) -> None:
         one = self._pass(tokens)
         if self._trained:
-            # as many as a pipeline has under way; afterwards all is as before
+            # as many passes as a pipeline has under way; afterwards everything is as before
             with self._engine.whole_gradients([one] * self._context.layout.p):
                 pass
         else:
@@ -393,8 +393,8 @@ class TokenBudget:
 
 
 def peak_bytes(work: Callable[[], None], recorder: Recorder) -> int:
-    """The most bytes of the GPU that some work allocates, beside those that were allocated before; peaks of the
-    recorder's spans stay correct."""
+    """Measure the most GPU bytes that `work` allocates beside those allocated before; peaks of the recorder's spans
+    stay correct."""
     torch.cuda.synchronize()
     before, meter = torch.cuda.memory_allocated(), recorder.peak_meter()
     interval = meter.open()
@@ -407,7 +407,7 @@ def peak_bytes(work: Callable[[], None], recorder: Recorder) -> int:
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:
-    """The numbers of a response column on the tokens that the policy chose, all of them without a `response_mask`, in
+    """Return a response column's numbers on the tokens that the policy chose (all tokens without a `response_mask`), in
     the rows that count."""
     if "response_mask" in shard.columns:
         return column.values[shard.valid_mask.values.bool()]
@@ -420,12 +420,12 @@ def mean_of(column: Ragged, shard: Shard) -> Mean:
 
 
 def sampling_temperature(shard: Shard, given: float | None) -> float:
-    """The temperature to divide logits by: as given, else the rollout's; greedy rollouts are scored at 1."""
+    """Return the temperature that divides logits: `given`, else the rollout's; greedy rollouts are scored at 1."""
     temperature = shard.meta.get("temperature", 1.0) if given is None else given
     return float(temperature) or 1.0
 
 
 def old_log_prob_temperature(shard: Shard, given: float | None) -> float:
-    """The temperature of log-probabilities that are compared with `old_log_prob`: as given, else that of the column,
-    which is the rollout's unless `compute_log_prob` was given another. For operations that read the column."""
+    """Return the temperature of log-probabilities that are compared with `old_log_prob`: `given`, else that of the
+    column, which is the rollout's unless `compute_log_prob` was given another. For operations that read the column."""
     return sampling_temperature(shard, shard.meta.get(LOG_PROB_TEMPERATURE) if given is None else given)

@@ -1,7 +1,7 @@
-"""Edited functions and classes put into the modules of a living process, with a way back.
+"""Puts edited functions and classes into the modules of a running process, with a way back.
 
-They stay the objects that they are, and get the new code: so instances keep their state, and what other modules
-imported, subclassed or test with `isinstance` stays the same thing. `docs/design.md` says why IPython's autoreload is
+Functions and classes stay the same objects and get the new code. So instances keep their state, and objects that other
+modules imported, subclassed or test with `isinstance` stay the same. `docs/design.md` says why IPython's autoreload is
 not used.
 """
 
@@ -30,7 +30,7 @@ from workbench.workers.worker import Worker
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__", "__dict__")
 OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__abstractmethods__")
 Models = Mapping[str, tuple[Model, type[Worker]]]
-METACLASSES = (type, abc.ABCMeta, type(Protocol))  # others do more to a class than give it members
+METACLASSES = (type, abc.ABCMeta, type(Protocol))  # other metaclasses do more than give a class members
 KEEP = "__keep_class__"  # the decorator that each class statement gets
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 IMPORTS, VARIABLES = (ast.Import, ast.ImportFrom), (ast.Assign, ast.AnnAssign)
@@ -39,10 +39,10 @@ NEVER_RUN = ("__name__ == '__main__'", "TYPE_CHECKING", "typing.TYPE_CHECKING") 
 
 @dataclass(frozen=True, kw_only=True)
 class Patched:
-    """What a patch did in one process. modules: those that were edited. changed: "module.name" of each function, class
+    """The result of a patch in one process. modules: the edited modules. changed: "module.name" of each function, class
     and new variable. roles: those whose worker class or function changed.
 
-    not_run: edited lines that only a new process runs. error, traceback: why nothing was changed; empty where it was.
+    not_run: edited lines that only a new process runs. error, traceback: why nothing was changed; empty on success.
     """
 
     modules: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Patched:
 
 
 def check_syntax(sources: Mapping[str, SourceFile]) -> None:
-    """Raise `BadInput`, naming file and line, where a text is no Python."""
+    """Raise `BadInput`, with file and line, if a text is not valid Python."""
     for source in sources.values():
         try:
             compile(source.text, source.path, "exec", dont_inherit=True)
@@ -77,23 +77,23 @@ class Patch:
     def apply(
         self, texts: Mapping[str, SourceFile], workers: Mapping[str, Worker], models: bytes | Models, *, strict: bool
     ) -> Patched:
-        """Put the functions and classes of edited texts into the modules that this process has, and other functions and
-        classes into its workers. An error comes back in the report, with nothing changed.
+        """Put functions and classes of edited texts into this process's modules, and new models and classes into its
+        workers. An error comes back in the report, with nothing changed.
 
-        models: by role, what its workers are to be: their model, and their class; or that pickled, to be read when the
-        modules are there. strict: lines that only a new process runs are an error; else the report has them.
+        models: by role, the new model and class of its workers; or the same pickled, to be read after the modules are
+        patched. strict: lines that only a new process runs are an error; else the report lists them.
         """
         try:
             importlib.invalidate_caches()
             there = loaded.texts
-            for name, source in texts.items():  # elsewhere the file may have another path
+            for name, source in texts.items():  # the file may have another path on this host
                 self._texts[name] = SourceFile(there[name].path, source.text) if name in there else source
             mine = {name: s for name, s in self._texts.items() if name in there and s.text != there[name].text}
             for name in in_order(mine):
                 self._module(name, mine[name], strict)
             done = Patched(modules=tuple(mine), changed=tuple(self._changed), not_run=tuple(self._not_run))
             if strict and self._not_run:
-                self.undo()  # of modules that came before
+                self.undo()  # undo the modules patched so far
                 return replace(done, error=f"only a new process runs {self._not_run[0]}")
             given: Models = pickle.loads(models) if isinstance(models, bytes) else models
             roles = tuple(role for role in given if role in workers)
@@ -112,7 +112,7 @@ class Patch:
             return Patched(error=f"{type(error).__name__}: {said(error)}{at}", traceback=text)
 
     def keep(self) -> None:
-        """Stay with it."""
+        """Make the patch permanent."""
         if self._texts:
             UserCalls.code_changed()
         loaded.take(self._texts)
@@ -121,21 +121,21 @@ class Patch:
         self._undo.clear()
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Undo the patch."""
         while self._undo:
             self._undo.pop()()
 
     # --- modules ------------------------------------------------------------------------------------------------------
 
     def _module(self, name: str, source: SourceFile, strict: bool) -> None:
-        """Run imports, and the functions, classes and variables that a text changes or adds."""
+        """Run a text's imports, and the functions, classes and variables that it changes or adds."""
         namespace = vars(sys.modules[name])
         before = dict(namespace)
         old, new = ast.parse(loaded.texts[name].text).body, ast.parse(source.text).body
         was, now = set(map(ast.dump, old)), set(map(ast.dump, new))
         changed, dropped = [s for s in new if ast.dump(s) not in was], [s for s in old if ast.dump(s) not in now]
         edited = {s.name for s in changed if isinstance(s, DEFINITIONS)}
-        # all of one name: overloads, and what `singledispatch` registers
+        # all definitions of a name: overloads, and functions that `singledispatch` registers
         again = [s for s in new if isinstance(s, DEFINITIONS) and s.name in edited]
         variables = [s for s in changed if isinstance(s, VARIABLES) and (b := _binds(s)) and not b & before.keys()]
         not_run = [(s, "") for s in changed if not _in_place(s) and s not in variables]
@@ -168,8 +168,8 @@ class Patch:
                 self._changed |= dict.fromkeys(f"{name}.{n}" for n in sorted(_binds(statement)))
 
     def _rebind(self, was: object, now: object) -> None:
-        """Where other modules, or the notebook, imported a function or class that could not be changed in place, let
-        them have the new one."""
+        """Replace a function or class that could not be changed in place wherever other modules, or the notebook,
+        imported it."""
         for name in (*loaded.texts, "__main__"):
             namespace = vars(sys.modules[name]) if name in sys.modules else {}
             for key in [key for key, value in namespace.items() if value is was]:
@@ -184,7 +184,7 @@ class Patch:
         setattr(thing, attribute, value)
 
     def _function(self, was: object, now: types.FunctionType) -> bool:
-        """Give a function the code, defaults and notes of another; whether that can be."""
+        """Give a function another one's code, defaults, annotations and attributes; return whether that is possible."""
         if not isinstance(was, types.FunctionType) or was.__globals__ is not now.__globals__:
             return False
         if was.__code__.co_freevars != now.__code__.co_freevars:
@@ -198,24 +198,24 @@ class Patch:
         return True
 
     def _keep_class(self, now: type, before: Mapping[str, Any]) -> type:
-        """The class that a class statement of a module gives: the one that was there, with the new members, so that
-        decorators, subclasses and instances that come after it in the module are of that one at once."""
+        """Return the class that a module's class statement defines: the existing class, with the new members, so that
+        later decorators, subclasses and instances in the module use the existing class."""
         was = before.get(now.__name__)
         ours = _is_patchable(was) and was.__module__ == now.__module__
         if not (ours and _is_patchable(now) and type(now) is type(was) and self._class(was, now)):
             return now
-        for cell in gc.get_referrers(now):  # what `super()` and `__class__` in the new methods mean
+        for cell in gc.get_referrers(now):  # cells by which the new methods find `super()` and `__class__`
             if isinstance(cell, types.CellType):
                 cell.cell_contents = was
         return was
 
     def _class(self, was: type, now: type) -> bool:
-        """Give a class the bases and members of another; whether that can be."""
+        """Give a class the bases and members of another; return whether that is possible."""
         before, bases = dict(vars(was)), was.__bases__
         if now.__bases__ != bases:
             try:
                 was.__bases__ = now.__bases__
-            except TypeError:  # laid out in another way
+            except TypeError:  # incompatible memory layout
                 return False
         self._undo.append(lambda: _become(was, before, bases))
         members = {
@@ -228,7 +228,7 @@ class Patch:
 
 
 def _become(kind: type, members: Mapping[str, Any], bases: tuple[type, ...]) -> None:
-    """Give a class these members and bases, and no others."""
+    """Give a class exactly these members and bases."""
     if kind.__bases__ != bases:
         kind.__bases__ = bases
     for name in vars(kind).keys() - members.keys() - set(OF_THE_CLASS_ITSELF):
@@ -240,7 +240,7 @@ def _become(kind: type, members: Mapping[str, Any], bases: tuple[type, ...]) -> 
 
 
 def _in_place(statement: ast.stmt) -> bool:
-    """Whether an edit of a statement at a module's margin can take effect in a living process, or has no effect."""
+    """Return whether an edit of a module-level statement can take effect in a running process, or has no effect."""
     if isinstance(statement, ast.If):
         return ast.unparse(statement.test) in NEVER_RUN
     text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)  # a docstring
@@ -248,7 +248,7 @@ def _in_place(statement: ast.stmt) -> bool:
 
 
 def _binds(node: ast.AST) -> set[str]:
-    """The names of the module that a statement at its margin makes."""
+    """Return the names that a module-level statement binds in the module."""
     if isinstance(node, DEFINITIONS):
         return {node.name}
     if isinstance(node, IMPORTS):

@@ -1,5 +1,5 @@
-"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds; the
-importance weights of rollouts; and the tokens that a covariance loss holds back.
+"""The policy's loss of each token of a micro-batch: the arguments of `update_actor`'s loss function and the terms added
+to it; the importance weights of rollouts; and the tokens that a covariance loss holds back.
 
 Suffixes: B rows of a micro-batch, R response tokens of the longest, N packed tokens; T response tokens of the longest
 row of the shard.
@@ -50,8 +50,8 @@ class PolicyTokens:
     """The loss of a `Term`: `function`, weighted by `weights`, with the entropy bonus and the KL penalty.
 
     batch: the shard; `function` reads its columns. temperature: of log-probabilities. sets: the tokens that could be
-    drawn, of rollouts with a sampling mask. on_policy, entropy_coefficient, kl_coefficient, kl: see `update_actor`.
-    weights: of the correction, a number per response token. held_back: which tokens a covariance loss holds back.
+    drawn, with a sampling mask. on_policy, entropy_coefficient, kl_coefficient, kl: see `update_actor`. weights: the
+    correction's weight of each response token. held_back: which tokens a covariance loss holds back.
     """
 
     batch: Shard
@@ -69,7 +69,7 @@ class PolicyTokens:
         return micro.scored(self.temperature, self._with_entropy, self.sets, with_hidden=self._reads_model)
 
     def __call__(self, micro: MicroBatch, output: tuple[Any, ...]) -> tuple[Tensor, DeviceMetrics]:
-        """The loss [B, R] and metrics, from the module's log-probabilities, entropies and what else was asked for."""
+        """Return the loss [B, R] and metrics, from the module's log-probabilities, entropies and further outputs."""
         mask = self.function.mask
         mask_BR = micro.mask_BR(mask)
         mean = micro.mean_over(mask_BR)
@@ -96,7 +96,7 @@ class PolicyTokens:
             loss_BR = loss_BR - self.entropy_coefficient * given["entropy"]
         if self.kl_coefficient:
             ref_BR = micro.column_BR(self.batch.ragged("ref_log_prob"))
-            assert old_BR is not None  # an update with a penalty reads the column, or is on policy
+            assert old_BR is not None  # an update with a KL penalty reads the column, or is on policy
             kl_BR = kl_loss(log_probs_BR, old_BR, ref_BR, self.kl)
             loss_BR = loss_BR + self.kl_coefficient * kl_BR
             metrics["kl_loss"] = mean(kl_BR)
@@ -111,7 +111,7 @@ class PolicyTokens:
         return any(name in self.function.asked for name in OF_MODEL)
 
     def _old(self, micro: MicroBatch, now_BR: Tensor) -> Tensor | None:
-        """Log-probabilities of before the update; None: the batch has none."""
+        """Return the log-probabilities from before the update; None if the batch has none."""
         if self.on_policy:
             return now_BR
         return micro.column_BR(self.batch.ragged("old_log_prob")) if "old_log_prob" in self.batch.columns else None
@@ -125,7 +125,7 @@ class PolicyTokens:
         old_BR: Tensor | None,
         told: dict[str, Tensor],
     ) -> dict[str, Metric | OnDevice]:
-        """Of ratios, of what the function told, and of the distance from the old policy and from the rollout's."""
+        """Return metrics of ratios, the function's metrics, and distances from the old policy and the rollout's."""
         metrics: dict[str, Metric | OnDevice] = {}
         if old_BR is not None:
             own = "ratio" in told and told["ratio"].ndim == 2
@@ -151,10 +151,10 @@ class PolicyTokens:
 def rollout_weights(
     batch: Shard, correction: Correction, context: Context
 ) -> tuple[Ragged, Metrics, tuple[float, ...]]:
-    """Of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`: a weight a response token, metrics, and a
-    factor of each minibatch's learning rate (empty: all 1). Every rank calls it.
+    """Return, for a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`, a weight per response token,
+    metrics, and a factor of each minibatch's learning rate (empty: all 1). Every rank calls it.
 
-    Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p, and have no sampling mask.
+    Raises `BadInput` if the rollouts were sampled with top-p, top-k or min-p, and have no sampling mask.
     """
     check_correctable(f"{correction}", batch)
     mask = batch.valid_mask
@@ -188,8 +188,8 @@ def rollout_weights(
 def _cuts(
     old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, batch: Shard, correction: Correction, context: Context
 ) -> Tensor | None:
-    """For each row the (log w)^2 beyond which tokens of its minibatch, over all ranks, are left out; None where the
-    correction leaves none out so."""
+    """Return, for each row, the (log w)^2 above which tokens of its minibatch (over all ranks) are left out; None if
+    the correction has no such cut."""
     if correction.bound != "second_moment":
         return None
     square_BT = log_weights(old_BT, rollout_BT, mask_BT, correction.level).double().square()
@@ -205,7 +205,7 @@ def _cuts(
 
 
 def _sums(weight_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
-    """[sum w, sum w^2, count], float64: over the tokens, or over the sequences where a sequence has one weight."""
+    """Return [sum w, sum w^2, count], float64: over the tokens, or over the sequences if a sequence has one weight."""
     if correction.level == "token":
         weights = weight_BT[mask_BT].double()
     else:
@@ -215,12 +215,12 @@ def _sums(weight_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
 
 # --- tokens that a covariance loss holds back -------------------------------------------------------------------------
 
-HELD_BACK = "held_back"  # what the functions of these losses ask for
-LONGEST = 2**32  # tokens of a row
+HELD_BACK = "held_back"  # the parameter of these losses' functions
+LONGEST = 2**32  # more tokens than a row can have
 
 
 def covariance_function(loss: CovarianceLoss, clip: float | None, clip_high: float | None) -> Callable[..., Any]:
-    """A covariance loss as a function such as users write."""
+    """Return a covariance loss as a function of the form that users write."""
 
     def kl_cov(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, held_back: Tensor) -> Any:
         assert isinstance(loss, KLCov)
@@ -237,10 +237,10 @@ def covariance_function(loss: CovarianceLoss, clip: float | None, clip_high: flo
 
 
 def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: Communicator) -> Ragged:
-    """A bool column of response tokens, from `old_log_prob` and `advantages`; every rank calls it.
+    """Return a bool column of held-back response tokens, by `old_log_prob` and `advantages`. Every rank calls it.
 
     Every rank sees the tokens of all ranks in the same order, so that neither ranks nor micro-batches change the
-    choice. Draws depend on the covariances alone: an update that goes on after a stop makes the same ones.
+    choice. Draws depend on the covariances alone: an update that continues after a stop draws the same tokens.
     """
     mask_BT = batch.valid_mask.pad().bool()
     old_BT, advantages_BT = batch.ragged("old_log_prob").pad(), batch.ragged("advantages").pad()

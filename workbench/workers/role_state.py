@@ -1,13 +1,13 @@
-"""A role's state on its way to other processes, or to files and back: what its ranks publish, and each new rank takes.
+"""A role's state on its way to other processes, or to files and back: its ranks publish it, and new ranks take it.
 
-Weights and moments go from host to host, each rank receives what its process lacks; step counts and random states, a
-few kilobytes, go by the controller. Files have the same parts as a move, cut alike, but each element once: replicas
-write a stretch of rows each, all at the same time.
+Weights and moments go from host to host, and each rank receives what its process lacks; step counts and random states,
+a few kilobytes, go through the controller. Files have the same parts as a move, cut alike, but each element is written
+once: replicas write a range of rows each, all at the same time.
 
     <folder>/parameters-00000.safetensors     fp32 weights that the rank holds, by transformers' names
     <folder>/exp_avg-00000.safetensors        moments of Adam
-    <folder>/state-00000.pt                   of a user's own worker: what its `state()` gives, pickled; read only with
-                                              the checksum that the checkpoint's manifest has
+    <folder>/state-00000.pt                   of a user's own worker: the pickled result of `state()`; read only if its
+                                              checksum is that in the checkpoint's manifest
     <folder>/model/                           the model, as transformers and vLLM load it
 """
 
@@ -46,11 +46,11 @@ KINDS: dict[str, tuple[StateKind, ...]] = {
     "weights": ("weights",), "parameters": ("parameters",), "moments": ADAM, "momentum": MUON,
     "codes": CODES, "scales": SCALES,
 }  # fmt: skip
-"""What an engine calls the tensors of a `Part`."""
+"""`Part` -> the engine's kinds of tensors."""
 
 
 def kinds_of(parts: Sequence[Part], *, moments: bool) -> Iterator[tuple[Part, StateKind]]:
-    """The parts of a state and what an engine calls their tensors, in order. moments: whether the role has moments."""
+    """Yield a state's parts with the engine's names of their tensors. moments: whether the role has moments."""
     for part in parts:
         for kind in KINDS[part.what]:
             if moments or kind not in MOMENTS:
@@ -62,7 +62,7 @@ LayoutOnHosts = tuple[Layout, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMove:
-    """The move of one role. key: part of the keys of what is published. parts: of its state, see `state_of`.
+    """The move of one role. key: part of the keys under which state is published. parts: of its state, see `state_of`.
 
     source, destination: its layout before and after, and for each rank the number of its process among `hosts`.
     """
@@ -76,22 +76,22 @@ class RoleMove:
 
     @property
     def published(self) -> list[str]:
-        """All keys under which its ranks publish."""
+        """All keys under which the role's ranks publish."""
         return [self._key(kind) for _, kind in kinds_of(self.parts, moments=True)]
 
     def _key(self, kind: StateKind) -> str:
         return f"{self.key}-{self.role}-{kind}"
 
     def of_kinds(self, *, moments: bool) -> Iterator[tuple[Part, StateKind, Published]]:
-        """What is published, in order. moments: whether the role has moments."""
+        """Yield the published parts, in order. moments: whether the role has moments."""
         for part, kind in kinds_of(self.parts, moments=moments):
             yield part, kind, Published(key=self._key(kind), hosts=self.hosts, layout=self.source[0], kind="move")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The part of a rank's state that goes by the controller: optimizer steps, whether there are moments, the random
-    generators of its process, `Worker.extra_state`, and the state of a loss scale."""
+    """The part of a rank's state that goes through the controller: optimizer steps, whether there are moments, the
+    random generators of its process, `Worker.extra_state`, and the state of a loss scale."""
 
     steps: int
     moments: bool
@@ -102,7 +102,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a host took over, and when: unix times, until it was verified."""
+    """The transfers by which a host took something over. start_s, end_s: unix times; the end is after verification."""
 
     transfers: list[Transfer]
     start_s: float
@@ -110,7 +110,7 @@ class Received:
 
 
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> RankState:
-    """Publish what this rank holds, without a copy: it must not change until it is released."""
+    """Publish the state that this rank holds, without a copy: it must not change until it is released."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
@@ -130,7 +130,7 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
 
 
 def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
-    """The part of a rank's state that goes by the controller. moving: whether the worker is asked for its
+    """Return the part of a rank's state that goes through the controller. moving: whether to ask the worker for its
     `extra_state`."""
     kind, engine = type(worker), engine_of(worker)
     ours = [method.__module__.startswith("workbench.") for method in (kind.state, kind.extra_state)]
@@ -151,8 +151,8 @@ def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
 def held_slices(
     engine: TrainingEngine, role: str, distribution: Distribution, rank: int, kind: StateKind
 ) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
-    """What a rank of a distribution holds of a kind of state, live: by name a tensor, and which elements of the weight
-    it is. `StageError` where the engine holds other elements than the distribution says."""
+    """Yield one kind of a rank's state, live: for each name a tensor, and which elements of the weight it holds. Raises
+    `StageError` if the engine holds other elements than the distribution says."""
     shards = {w.name: distribution.shard(w, rank) for w in distribution.weights}
     for name, tensor in engine.held_state(kind):
         shard = shards.get(name)
@@ -165,7 +165,7 @@ def held_slices(
 
 
 def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, state: RankState) -> None:
-    """Take what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
+    """Take the state that this rank of the role will hold. Raises `StageError` if what arrived is not what was sent."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
@@ -181,7 +181,7 @@ def take_kind(
     engine: TrainingEngine, role: str, plan: Reshard, rank: int, source: WeightSource, published: Published,
     kind: StateKind,
 ) -> None:  # fmt: skip
-    """Fill what `rank` of the plan's destination holds of one kind of state, and verify it."""
+    """Fill the tensors of one kind of state that `rank` of the plan's destination holds, and verify them."""
     held = dict(held_slices(engine, role, plan.destination, plan.destination.ranks[rank], kind))
     intake = WeightIntake(plan, rank, source, checksums=True)
     intake.place(published, held)
@@ -201,9 +201,9 @@ def engine_of(worker: Worker) -> TrainingEngine | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFiles:
-    """Where a role's state is, and how it is laid out. folder: absolute, visible to all hosts. parts: empty for a
-    user's own worker. layout: of the ranks that wrote it. model: whether the model is written too. states: of files to
-    read, the checksums of those of a user's own worker, by name."""
+    """The files of a role's state, and how they are laid out. folder: absolute, visible to all hosts. parts: empty for
+    a user's own worker. layout: of the ranks that wrote the files. model: whether the model is written too. states:
+    checksums, by name, of a user's own worker's files to read."""
 
     role: str
     folder: str
@@ -221,7 +221,7 @@ class RoleFiles:
         return once.distribution(self.layout, self.ranks)
 
     def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
-        """Which rank of a layout reads which elements from which file. Readers are numbered after the writers."""
+        """Plan which rank of a layout reads which elements from which file. Readers are numbered after the writers."""
         readers = tuple(range(self.layout.size, self.layout.size + layout.size))
         kind = FlatReshard if "flat" in (saved.sharding, part.sharding) else Reshard
         return kind(self.distribution(saved), part.distribution(layout, readers))
@@ -256,17 +256,17 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
             path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
             with own_files.disk_errors(path, needed):
                 save_file(tensors, path)
-                own_files.to_disk(path)  # before the checkpoint is renamed to its place
+                own_files.to_disk(path)  # flush before the checkpoint is renamed to its final path
     return rank_state(worker, moving=bool(files.parts) or files.role == ROLLOUT)
 
 
 def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
-    """Read what `rank` of the role is to hold in its worker's layout. All ranks of the role call it.
+    """Read the state that `rank` of the role will hold in its worker's layout. All ranks of the role call it.
 
-    parts: of its state. Raises `StageError` where what it holds in the end differs from the files.
+    parts: of its state. Raises `StageError` if the held state differs from the files in the end.
     """
     engine = engine_of(worker)
-    if files.role == ROLLOUT:  # the next sync sends it the actor's weights
+    if files.role == ROLLOUT:  # the next sync sends the actor's weights
         worker.load_extra_state(state.extra)
         return
     if not files.parts:
@@ -287,7 +287,7 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
 
 
 def _unpickled(path: Path, sha256: str) -> dict[str, Any]:
-    """A worker's state. The very bytes that are unpickled are those that were saved."""
+    """Return a worker's state, unpickled from the same bytes whose checksum was verified."""
     data = own_files.read_bytes(path, limit=None)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StageError(f"{str(path)!r} has another checksum", f"SHA-256 {sha256[:12]} was written", "restore again")

@@ -1,4 +1,4 @@
-"""Rollouts as columns of a batch, and the metrics of them."""
+"""Turns rollouts into columns of a batch and into metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from workbench.support.calls.pickling import name_of
 from workbench.workers.conversation import Conversation
 from workbench.workers.sampling_mask import MASK_COLUMNS, mask_columns, mask_metrics
 
-CUT = ("length", "max_turns", "max_tokens", "max_seconds", "max_calls")  # endings that are not the response's own
+CUT = ("length", "max_turns", "max_tokens", "max_seconds", "max_calls")  # endings by a limit
 COMPONENTS = "environment_components"  # what an agent returned, by name
-PAUSED = "paused"  # that of a response that goes on in a later call, see `workbench.workers.partial_rollouts`
-FAILED = "failed"  # that of a row whose environment failed
-# of responses of several turns
+PAUSED = "paused"  # ending of a response that continues in a later call, see `workbench.workers.partial_rollouts`
+FAILED = "failed"  # ending of a row whose environment failed
+# further columns of responses of several turns
 TURN_COLUMNS = ("turns", "environment_rewards", "turn_starts", "turn_ends", "turn_rewards")
 ENDINGS = ("eos", "stop", "done", *CUT)
 
 
 def single_turn(rollout: Rollout, rows: slice) -> Table:
-    """The columns of `generate_sequences` without an environment, for some rows of a rollout."""
+    """Return the columns of `generate_sequences` without an environment, for some rows of a rollout."""
     responses = Ragged.of(rollout.response_ids[rows], torch.int64)
     return {
         "response_ids": responses,
@@ -37,7 +37,7 @@ def single_turn(rollout: Rollout, rows: slice) -> Table:
 
 
 def several_turns(conversations: Sequence[Conversation], *, keeps_mask: bool, contexts: bool) -> Table:
-    """The columns of conversations. contexts: whether they may have several."""
+    """Return the columns of conversations. contexts: whether a conversation may have several contexts."""
     return {
         "prompt_ids": Ragged.of([c.prompt_ids for c in conversations], torch.int64),
         "response_ids": Ragged.of([c.response_ids for c in conversations], torch.int64),
@@ -61,13 +61,13 @@ def _context_starts(conversation: Conversation) -> torch.Tensor:
 
 
 def ending_columns(endings: Sequence[str]) -> Table:
-    """What ended each response, and whether it is one of its own."""
+    """Return the columns of each response's ending and of whether the response finished by itself."""
     finished = torch.tensor([ending not in (*CUT, FAILED, PAUSED) for ending in endings], dtype=torch.bool)
     return {"finished": finished, "ending": list(endings)}
 
 
 def never_answered(conversations: Sequence[Conversation], sampling: Sampling, rank: int) -> tuple[str, ...]:
-    """What to tell the user where no turn was shown to an environment; else nothing. rank: for the message."""
+    """Return a warning for the user if no turn reached an environment, else nothing. rank: named in the message."""
     if not conversations or any(c.ending != "max_tokens" or c.turns > 1 for c in conversations):
         return ()
     return (
@@ -78,7 +78,7 @@ def never_answered(conversations: Sequence[Conversation], sampling: Sampling, ra
 
 
 def rollout_metrics(columns: Table) -> Metrics:
-    """Lengths in tokens (of what the policy wrote), shares of the endings and of those that were cut, turns."""
+    """Return metrics: lengths in the policy's tokens, shares of each ending and of cut responses, numbers of turns."""
     mask, endings = ragged_in(columns, "response_mask"), columns["ending"]
     assert isinstance(endings, list)
     rows, written = len(mask), float(mask.values.sum())

@@ -1,9 +1,9 @@
-"""The sampling mask of a shard: for each response token the tokens that could be drawn in its place.
+"""The sampling mask of a shard: for each response token the set of tokens that could be drawn in its place.
 
-An engine that samples with top-p, top-k or min-p gives the log-probability over the tokens that were left. A trainer
-that computes its own over the same tokens has the same distribution: DeepSeek-V3.2's "Keep Sampling Mask"
+An engine that samples with top-p, top-k or min-p returns log-probabilities over the remaining tokens. A trainer that
+computes its log-probabilities over the same tokens has the same distribution: DeepSeek-V3.2's "Keep Sampling Mask"
 (https://arxiv.org/abs/2512.02556, section 3.1). The tokens must come from the engine: a trainer's logits differ by
-rounding, and would leave others.
+rounding, and would keep other tokens.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from workbench.settings.engines import check_untruncated
 from workbench.workers.worker import Context
 
 MASK_COLUMNS = ("sampling_mask_ids", "sampling_mask_sizes")
-# The batch's meta key of whether `old_log_prob` is over the tokens of the sampling mask.
+# The batch's meta key that says whether `old_log_prob` is over the tokens of the sampling mask.
 OVER_MASK = "log_prob_over_sampling_mask"
-# The batch's meta key of the settings by which its rollouts were sampled from some tokens only, see `truncation`.
+# The batch's meta key of the settings that limited sampling to some tokens, see `truncation`.
 TRUNCATION = "truncation"
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """sizes: for each response token how many tokens could be drawn, 0: all. ids: of a row's tokens, end to end."""
+    """sizes: for each response token, how many tokens could be drawn; 0: all. ids: of a row's tokens, end to end."""
 
     ids: Ragged
     sizes: Ragged
 
     @classmethod
     def of(cls, batch: Shard, spec: Model, context: Context) -> SamplingMask | None:
-        """That of a shard; None: it has none. Every rank calls it, and where the columns of one are wrong, every rank
+        """Return a shard's mask, or None if it has none. Every rank calls it; if a rank's columns are wrong, every rank
         raises `BadInput`."""
         if not set(MASK_COLUMNS) <= batch.columns.keys():
             return None
@@ -70,19 +70,19 @@ class SamplingMask:
         return not (within and bool((has | (sizes == 0)).all()))
 
     def __call__(self, index: Sequence[int]) -> TokenSets:
-        """The sets of some rows' response tokens, end to end."""
+        """Return the sets of some rows' response tokens, end to end."""
         return TokenSets(self.ids.take(index).values, self.sizes.take(index).values)
 
 
 def mask_columns(sets: Sequence[Sequence[Sequence[int]]]) -> dict[str, ColumnValues]:
-    """The columns, from the token ids of each token of each row; none: all tokens."""
+    """Return the columns, from the token ids of each token of each row; no ids: all tokens could be drawn."""
     flat = [torch.tensor([token for ids in row for token in ids], dtype=torch.int32) for row in sets]
     sizes = [[len(ids) for ids in row] for row in sets]
     return dict(zip(MASK_COLUMNS, (Ragged.of(flat, torch.int32), Ragged.of(sizes, torch.int32)), strict=True))
 
 
 def mask_metrics(ids: Ragged, sizes: Ragged) -> Metrics:
-    """How many tokens a set has, of those that are not all tokens; bytes of a response's sets."""
+    """Return the size of the sets that are not all tokens, and the bytes of a response's sets."""
     cut = sizes.values[sizes.values > 0]
     return {
         "sampling_mask_tokens/mean": Mean(total=float(cut.sum()), count=len(cut)),
@@ -92,14 +92,14 @@ def mask_metrics(ids: Ragged, sizes: Ragged) -> Metrics:
 
 
 def check_correctable(what: str, batch: Shard) -> None:
-    """Raise `BadInput` where `rollout_log_prob` is over some tokens, and `old_log_prob` over all. what: compares
-    them."""
+    """Raise `BadInput` if `rollout_log_prob` is over some tokens, and `old_log_prob` over all. what: the user of both,
+    for the message."""
     if not batch.meta.get(OVER_MASK):
         check_untruncated(what, batch.meta.get(TRUNCATION, {}))
 
 
 def check_same_tokens(batch: Shard, mask: SamplingMask | None) -> None:
-    """Raise `BadInput` where `old_log_prob` is over other tokens than the update's own log-probabilities will be."""
+    """Raise `BadInput` if `old_log_prob` is over other tokens than the update's own log-probabilities will be."""
     over_mask = batch.meta.get(OVER_MASK, mask is not None)
     if over_mask != (mask is not None):
         columns, has = ", ".join(MASK_COLUMNS), "has" if over_mask else "has not"

@@ -1,4 +1,4 @@
-"""Columns of scores: their weighted sum, their means, and which tokens end a step."""
+"""Columns of scores: their weighted sum, their means, and the tokens that end a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STEP_ENDS = "step_ends"
 
 
 def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None) -> ColumnValues:
-    """The weighted sum of columns of scores. Where some have a number a token, so has the sum, and a number a row
-    stands on the row's last token of the policy. mask: `response_mask`; None: all tokens are the policy's."""
+    """Return the weighted sum of columns of scores. If some have a number per token, so has the sum, and a number per
+    row is added at the row's last token of the policy. mask: `response_mask`; None: all tokens are the policy's."""
     first = next((part for part in parts if isinstance(part, Ragged)), None)
     if first is not None:
         parts = [part if isinstance(part, Ragged) else _at_last_token(part, first, mask) for part in parts]
@@ -36,7 +36,7 @@ def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: Colu
 
 
 def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None) -> Ragged:
-    """One number a row as numbers a token, 0 but at the last token of the policy. A row without such a token has no
+    """Spread one number per row over tokens: 0 except at the policy's last token. A row without such a token has no
     place for its number, as in `workbench.objectives.estimators.token_rewards`."""
     chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
     row_of_token = torch.repeat_interleave(torch.arange(len(like)), like.lengths)[chosen]
@@ -47,7 +47,7 @@ def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None
 
 
 def reported(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> dict[str, Any]:
-    """What a rank says of scores beside their column: metrics, and rewards by prompt."""
+    """Return what a rank reports beside a column of scores: metrics, and rewards by prompt."""
     return {
         "metrics": score_metrics(column, scores, valid, batch),
         "scored": _scored_rows(scores, valid, batch) if column == "rewards" else None,
@@ -55,7 +55,7 @@ def reported(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> 
 
 
 def _scored_rows(scores: ColumnValues, valid: Tensor, batch: Shard) -> ScoredRows | None:
-    """The rewards of the valid rows by prompt; None where the batch does not say which prompt a row has."""
+    """Return the rewards of the valid rows by prompt; None if the batch does not say which prompt a row has."""
     if "prompt_uid" not in batch.columns:
         return None
     mask = batch.columns.get("response_mask")
@@ -73,8 +73,8 @@ def _scored_rows(scores: ColumnValues, valid: Tensor, batch: Shard) -> ScoredRow
 
 
 def score_metrics(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> Metrics:
-    """The mean score of the valid rows, and where the batch says which rows are of one prompt, half the width of its
-    95 % interval with prompts as clusters: samples of a prompt are not independent of each other."""
+    """Return the mean score of the valid rows and, if the batch says which rows are of one prompt, half the width of
+    its 95 % interval with prompts as clusters: samples of a prompt are not independent of each other."""
     found: Metrics = {f"{column}/mean": mean_score(scores, valid)}
     if "prompt_uid" in batch.columns:
         of_rows = _row_totals(scores)
@@ -88,7 +88,7 @@ def score_metrics(column: str, scores: ColumnValues, valid: Tensor, batch: Shard
 
 
 def _row_totals(column: ColumnValues) -> list[float]:
-    """The score of each row: of numbers a token their sum."""
+    """Return the score of each row; numbers per token are summed."""
     if not isinstance(column, Ragged):
         return torch.as_tensor(column).double().tolist()
     rows = torch.repeat_interleave(torch.arange(len(column)), column.lengths)
@@ -103,7 +103,7 @@ def zero_failed(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
 
 
 def mean_score(column: ColumnValues, valid: Tensor) -> Mean:
-    """Of the valid rows; numbers a token are summed up."""
+    """Return the mean over the valid rows; numbers per token are summed."""
     if isinstance(column, Ragged):
         scores = column.values[torch.repeat_interleave(valid, column.lengths)]
     else:
@@ -115,11 +115,11 @@ def mean_score(column: ColumnValues, valid: Tensor) -> Mean:
 
 
 def steps_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[list[int], list[str]]]:
-    """Of each response the last token of each step, and the step's text.
+    """Return, for each response, the last token of each step, and the step's text.
 
-    A step ends with the token in which `text` is complete, and the last one with the last token of the policy. Blanks
-    are no step of their own, but the beginning of the next one. Tokens that the policy did not choose are in no step.
-    Special tokens are in no step's text, but those that `text` holds.
+    A step ends with the token in which `text` is complete; the last step ends with the policy's last token. Blanks are
+    not a step but the beginning of the next one. Tokens that the policy did not choose are in no step. Special tokens
+    are in no step's text, except those that `text` contains.
     """
     told: Pieces = {}
     found = []
@@ -143,11 +143,11 @@ MOST_OF_A_CHARACTER = 8  # tokens
 
 
 def text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], told: Pieces, shown: str = "") -> list[str]:
-    """The text that each token adds to those before it; together the text of all. Special tokens add none, but those
-    that are part of the text `shown`.
+    """Return the text that each token adds to those before it; together they are the whole text. Special tokens add
+    none, except those that are part of the text `shown`.
 
-    A token alone need not be text: a character may have several tokens, and counts as the last one's, and a space may
-    show only behind another token. So a token is decoded behind those that came before it. told: what was decoded.
+    A token alone need not be text: a character may span several tokens and counts for the last of them, and a space may
+    show only after another token. So a token is decoded after those before it. told: texts decoded so far.
     """
     added = tokenizer.added_tokens_decoder.items()
     special = {number for number, token in added if token.special and token.content not in shown}
@@ -170,7 +170,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def step_ends_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> Ragged:
-    """1 on the last token of each step, see `steps_of`."""
+    """Return a column that is 1 on the last token of each step, see `steps_of`."""
     like, rows = batch.ragged("response_ids"), []
     for tokens, (ends, _) in zip(like.lengths.tolist(), steps_of(batch, tokenizer, text), strict=True):
         row = torch.zeros(tokens, dtype=torch.bool)
@@ -182,8 +182,8 @@ def step_ends_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) ->
 def step_ends(
     batch: Shard, asked: Sequence[int], scores: Sequence[Mapping[int, Score]], before: ColumnValues | None
 ) -> Ragged:
-    """1 on the last token of each step: a number a response is a step of all of it, and in a list of a number a token
-    each token is one. scores: of each component. before: the column of rows that are not asked."""
+    """Return a column that is 1 on the last token of each step. A score of a whole response is one step; in a list of
+    one number per token each token is a step. scores: by component. before: the column with rows that are not asked."""
     mask = batch.columns.get("response_mask")
     like = batch.ragged("response_ids")
     chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)

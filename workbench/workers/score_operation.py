@@ -1,4 +1,4 @@
-"""What an operation that scores responses reads and writes, and what it refuses."""
+"""The decorator of operations that score responses: their columns, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from workbench.workers.scoring import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 TOKENS = ("prompt_ids", "response_ids")
-OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
-_NUMBERS = set(SCHEMA) - set(OF_ROW)  # columns that no function is given
+OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may ask for beside prompt and response
+_NUMBERS = set(SCHEMA) - set(OF_ROW)  # columns that functions cannot ask for
 # a function, or components: functions by name, each alone or with its weight
 RewardFunctions = Annotated[
     RewardFunction | Mapping[Annotated[str, Field(pattern=r"^\w+$")], RewardFunction | tuple[RewardFunction, Weight]],
@@ -89,7 +89,7 @@ def _status(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def scoring_stage(column: str) -> Callable[[F], F]:
-    """An operation that writes a column of scores. Functions write beside it which rows failed, and components."""
+    """Register an operation that writes scores; with functions also which rows failed, and components."""
 
     def own(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         more = (*notes_columns(column, arguments["function"]), *([STEP_ENDS] if arguments.get("steps") else []))
@@ -102,7 +102,7 @@ def scoring_stage(column: str) -> Callable[[F], F]:
         return TOKENS if arguments["only"] is None else (*TOKENS, *own(arguments))
 
     def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        # ends of steps that an earlier call wrote, which do not hold for the new rewards
+        # step ends that an earlier call wrote do not hold for the new rewards
         stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
         given = (*OF_ROW, *TURN_BOUNDS, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
         return (*given, STEP_ENDS) if stale else given

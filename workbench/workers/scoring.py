@@ -1,4 +1,4 @@
-"""Scores of a shard's rows by functions of the user's: one, or several named components with weights."""
+"""Scores a shard's rows by the user's functions: one function, or several named components with weights."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from workbench.workers.worker import Context
 GENERATED = "generate_sequences"
 TURN_BOUNDS = ("turn_starts", "turn_ends")
 Components = Mapping[str, tuple[RewardFunction, float]]
-OfRow = tuple[str, int, Score | RewardError]  # component, number of the row, what its function gave
+OfRow = tuple[str, int, Score | RewardError]  # component, number of the row, its function's result
 
 
 def components_of(function: Any) -> Components:
-    """The components of what a user gives as `function`: by name, each with its weight. One function is one without a
-    name."""
+    """Return the components of a user's `function` argument: by name, each with its weight. A single function has the
+    name ""."""
     if not isinstance(function, Mapping):
         return {"": (function, 1.0)}
     return {name: one if isinstance(one, tuple) else (one, 1.0) for name, one in function.items()}
 
 
 def weights_in_effect(function: Any, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """The weight of each component by name; empty for one function, and for a model. weights: of `compute_reward`."""
+    """Return each component's weight by name; empty for one function or a model. weights: of `compute_reward`."""
     given = {name: weight for name, (_, weight) in components_of(function).items() if name}
     return {**given, **(weights or {})}
 
 
 def check_weights(arguments: Mapping[str, Any], model: Model) -> None:
-    """Raise `BadInput` for weights of other components than those of the function, or of the role's own."""
+    """Raise `BadInput` for weights of components that neither the call's function nor the role's has."""
     if (weights := arguments.get("weights")) is None:
         return
     known = list(weights_in_effect(arguments["function"], None))
@@ -67,18 +67,18 @@ def check_weights(arguments: Mapping[str, Any], model: Model) -> None:
 
 
 def component_columns(column: str, function: Any) -> tuple[str, ...]:
-    """The columns of components, beside that of their sum."""
+    """Return the columns of components, without the column of their sum."""
     return tuple(f"{column}/{name}" for name in components_of(function) if name)
 
 
 def notes_columns(column: str, function: Any) -> tuple[str, ...]:
-    """The column of text in which functions say why they gave a score, where one of them does."""
+    """Return the text column in which functions explain their scores, if one of them does."""
     given = any(mark_of(one, NOTES) for one, _ in components_of(function).values())
     return (f"{column}_notes",) if given else ()
 
 
 def check_same_components(column: str, function: Any, columns: Collection[str]) -> None:
-    """Raise `BadInput` where functions for some rows, of a batch with such columns, are not those of its other rows."""
+    """Raise `BadInput` if the functions for some rows of a batch with these columns are not those of its other rows."""
     given = {name for name in components_of(function) if name}
     there = {name.removeprefix(f"{column}/") for name in columns if name.startswith(f"{column}/")}
     if given == there:
@@ -98,7 +98,7 @@ def check_same_components(column: str, function: Any, columns: Collection[str]) 
 
 
 def row_numbers(only: Any) -> list[int] | None:
-    """The row numbers that a user gives as `only`: a frame of `batch.failed()`, where no row failed an empty one, or
+    """Return the row numbers that a user gives as `only`: a frame from `batch.failed()` (empty if no row failed), or
     numbers; None: all rows."""
     if only is None:
         return None
@@ -121,7 +121,7 @@ def row_numbers(only: Any) -> list[int] | None:
 class Scoring:
     """One call of `compute_reward` or `compute_cost` with functions, on one rank.
 
-    column: that it writes. concurrency, timeout_s, retries, most_failed, only, steps: see `compute_reward`.
+    column: the column to write. concurrency, timeout_s, retries, most_failed, only, steps: see `compute_reward`.
     """
 
     batch: Shard
@@ -142,7 +142,7 @@ class Scoring:
         return "compute_reward" if self.column == "rewards" else "compute_cost"
 
     def output(self) -> Output:
-        """The columns of all rows: asked now, or as they were."""
+        """Return the columns of all rows, with new scores for the asked rows and the earlier scores of the others."""
         batch, context = self.batch, self.context
         numbers, only = batch.rows.tolist(), row_numbers(self.only)
         replicas = context.layout.p * context.layout.t
@@ -150,7 +150,7 @@ class Scoring:
         if only and max(only) >= total:
             raise BadInput(f"only=[..., {max(only)}]", f"the batch has rows 0 to {total - 1}", "only=batch.failed()")
         status = Status(batch)
-        without = status.failed_in(GENERATED)  # there is no whole response to score
+        without = status.failed_in(GENERATED)  # these rows have no whole response to score
         wanted = [only is None or number in only for number in numbers]
         asked = [i for i in range(len(batch)) if wanted[i] and not without[i]]
         failed_before = status.failed_in(self.stage)
@@ -171,7 +171,7 @@ class Scoring:
         if self.steps:
             before = batch.columns.get(STEP_ENDS) if only is not None else None
             columns[STEP_ENDS] = step_ends(batch, asked, list(scores.values()), before)
-        elif STEP_ENDS in batch.columns and only is None:  # of the rewards of before: now each token is a step
+        elif STEP_ENDS in batch.columns and only is None:  # the column is of earlier rewards: now each token is a step
             ends = batch.ragged(STEP_ENDS)
             columns[STEP_ENDS] = ends.like(torch.ones_like(ends.values))
         metrics, report = failed_rows(
@@ -190,9 +190,9 @@ class Scoring:
     def _ask_all(
         self, asked: Sequence[int], whole: Sequence[int], total: int, stay: bool
     ) -> tuple[dict[str, dict[int, Score]], dict[str, dict[int, RewardError]], dict[str, bool]]:
-        """Of each component the scores, and the errors, of the rows that are asked; and whether it gives a row several
+        """Return, for each component, the scores and the errors of the asked rows, and whether it gives a row several
         numbers. whole: rows with a response. stay: whether scores of an earlier call stay. All ranks meet before the
-        first call and after the last one: also a rank that was stopped."""
+        first call and after the last one, even a rank that was stopped."""
         context = self.context
         rows, tokens = self._rows()
         everywhere = self._everywhere(rows, tokens, asked, whole)
@@ -229,7 +229,7 @@ class Scoring:
                             scores[name], errors[name] = judged.scores(function, ask, asking)
                         else:
                             scores[name], errors[name] = ask(asked, asking)
-                        if len(errors[name]) > asking.most:  # the stage fails: no call is paid for in vain
+                        if len(errors[name]) > asking.most:  # the stage fails: make no more calls
                             break
         finally:
             kinds = self._share(shared, scores, errors, asked, stay)
@@ -252,7 +252,7 @@ class Scoring:
         return scores, {called[k]: error for k, error in failures.items()}
 
     def _rows(self) -> tuple[list[dict[str, Any]], list[int | Steps]]:
-        """What a function may be given of each row, and the tokens of its response, or its steps."""
+        """Return, for each row, the arguments that a function may get, and the tokens of its response, or its steps."""
         batch = self.batch
         responses = batch.ragged("response_ids").rows()
         rewards = batch.ragged("environment_rewards").rows() if "environment_rewards" in batch.columns else None
@@ -288,8 +288,8 @@ class Scoring:
     def _everywhere(
         self, rows: Sequence[Any], tokens: Sequence[int | Steps], asked: Collection[int], whole: Sequence[int]
     ) -> list[tuple[int, int, bool, Any, int | Steps]]:
-        """(number, prompt, whether it is asked, what a function is given, tokens) of the rows of all ranks, in order,
-        where a function is called with rows of several ranks."""
+        """Return (number, prompt, whether it is asked, the function's arguments, tokens) of the rows of all ranks, in
+        order, if a function is called with rows of several ranks."""
         if not any(over_of(function) for function, _ in self.components.values()):
             return []
         batch, wanted = self.batch, set(asked)
@@ -303,7 +303,7 @@ class Scoring:
         self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int | Steps]],
         asking: Asking, where: str,
     ) -> list[OfRow]:  # fmt: skip
-        """This rank's share of the calls with rows of several ranks."""
+        """Make this rank's share of the calls with rows of several ranks."""
         groups: dict[int, list[tuple[int, int, bool, Any, int | Steps]]] = {}
         for row in everywhere:
             groups.setdefault(row[1] if over_of(function) == "group" else 0, []).append(row)
@@ -329,8 +329,8 @@ class Scoring:
         self, shared: list[OfRow], scores: dict[str, dict[int, Score]], errors: dict[str, dict[int, RewardError]],
         asked: Sequence[int], stay: bool,
     ) -> Tensor:  # fmt: skip
-        """Take in what other ranks were given for rows of this one; of each component whether any rank has several
-        numbers a row, and whether any has one, [components, 2]: from this call, or of rows that stay."""
+        """Take in other ranks' results for rows of this rank. Returns, for each component, whether any rank has several
+        numbers per row, and whether any has one, [components, 2]: from this call, or in rows that stay."""
         communicator = self.context.communicator
         if any(over_of(function) for function, _ in self.components.values()):
             place = {int(self.batch.rows[i]): i for i in asked}
@@ -347,8 +347,8 @@ class Scoring:
     def _require_alike(
         self, kinds: Tensor, scores: Mapping[str, Mapping[int, Score]], where: str
     ) -> dict[str, bool]:  # fmt: skip
-        """Of each component whether it gives a row several numbers. Raise `RewardError`, on all ranks, where it gives
-        some rows one number and others several."""
+        """Return, for each component, whether it gives a row several numbers. Raises `RewardError`, on all ranks, if it
+        gives some rows one number and others several."""
         found: dict[str, bool] = {}
         for name, (several, one) in zip(self.components, kinds.bool().tolist(), strict=True):
             if several and one:
@@ -371,14 +371,14 @@ class Scoring:
         return f"{self.column}/{component}" if component else self.column
 
     def _before(self, component: str) -> ColumnValues | None:
-        """The column of a component from an earlier call, where rows of it stay."""
+        """Return the column of a component from an earlier call, if some of its rows stay."""
         return self.batch.columns.get(self._name(component)) if self.only is not None else None
 
     def _columns(
         self, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]], several: Mapping[str, bool],
         right: Sequence[bool],
     ) -> Table:  # fmt: skip
-        """The column of each component, and that of their weighted sum, which is 0 for rows that failed."""
+        """Return the column of each component, and of their weighted sum, which is 0 in rows that failed."""
         parts = {name: self._column(name, asked, found, several[name]) for name, found in scores.items()}
         if "" in parts:
             return {self.column: zero_failed(parts[""], right)}
@@ -387,7 +387,7 @@ class Scoring:
         return {self.column: zero_failed(whole, right), **{self._name(name): part for name, part in parts.items()}}
 
     def _notes(self, column: str, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]]) -> list[str]:
-        """What functions said of their scores, a line each."""
+        """Return the functions' explanations of each row's scores, one line per component."""
         before = self.batch.columns.get(column) if self.only is not None else None
         told = list(before) if isinstance(before, list) else [""] * len(self.batch)
         for i in asked:
@@ -419,7 +419,7 @@ class Scoring:
         return column_BT
 
     def _means(self, columns: Table, valid: Tensor) -> Metrics:
-        """The mean score of each component, over the valid rows."""
+        """Return the mean score of each component, over the valid rows."""
         return {
             f"{name}/mean": mean_score(column, valid)
             for name, column in columns.items()
@@ -428,7 +428,7 @@ class Scoring:
 
 
 def row_error(what: str, message: str, rule: str = "", remedy: str = "") -> RewardError:
-    """Why a row has no score. what: in few words, for the column `failure`."""
+    """Make the error of a row without a score. what: in few words, for the column `failure`."""
     error = RewardError(message, rule, remedy)
     error.what = what
     return error

@@ -1,4 +1,4 @@
-"""The rows of batches that a process keeps, gives to others, and pulls from them."""
+"""The rows of batches that a host keeps, sends to other hosts, and pulls from them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from workbench.telemetry import Recorder
 
 
 class Peers(Protocol):
-    """Other hosts, as seen from one: they answer while they compute."""
+    """The other hosts, as one host calls them; they answer while they compute."""
 
     def call(self, host: str, method: str, *args: Any) -> Any: ...
 
 
 class _Shard(NamedTuple):
-    """Its bytes are counted once: an iteration asks for the sum over all shards."""
+    """A table with its size in bytes, counted once: an iteration asks for the sum over all shards."""
 
     columns: Table
     nbytes: int
@@ -44,7 +44,7 @@ class _Shard(NamedTuple):
 
 
 class Shards:
-    """Shards by key: some columns of some rows, which hosts pull from each other."""
+    """A host's shards by key. A shard is some columns of some rows; hosts pull shards from each other."""
 
     def __init__(self, info: HostInfo, recorder: Recorder, peers: Peers) -> None:
         self.info, self.recorder, self._peers = info, recorder, peers
@@ -61,7 +61,7 @@ class Shards:
         if columns and call.kept is not None:
             host, key = call.kept
             if host == self.info.name:
-                shard = _Shard.of(own_copy(columns))  # a worker may write into what it keeps
+                shard = _Shard.of(own_copy(columns))  # a worker may still write into its own tensors
                 with self._lock:
                     self._shards[key] = shard
             else:
@@ -72,7 +72,7 @@ class Shards:
         return columns
 
     def _pull(self, call: Call, counted: Any) -> Table:
-        """A call's columns, in memory of their own: a worker may write into them, and a batch never changes."""
+        """Return a call's columns in memory of their own: a worker may write into them, and a batch never changes."""
         assert call.rows is not None
         pulled: Table = {}
         for names, pulls in call.pulls:
@@ -105,12 +105,12 @@ class Shards:
         return to_wire(rows_at(self._kept(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
-        """Lengths of rows of a ragged column, with which a controller balances rows without their tokens."""
+        """Return the lengths of some rows of a ragged column; the controller balances rows with them."""
         lengths: np.ndarray = ragged_in(self._kept(key, (column,)), column).lengths.numpy()[positions]
         return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
-        """Keep a table that the controller made (prompts), or a rollout worker."""
+        """Keep a table that the controller (prompts) or a rollout worker made."""
         with self._lock:
             self._shards[key] = _Shard.of(own_copy(from_wire(wire)))
 
@@ -119,7 +119,7 @@ class Shards:
             for key in keys:
                 self._shards.pop(key, None)
 
-    # --- of a host that is about to end ------------------------------------------------------------------------------
+    # --- moving the shards of a host that is about to end -------------------------------------------------------------
 
     def inherit(self, host: str) -> None:
         for key in self._peers.call(host, "shard_keys"):
@@ -130,7 +130,7 @@ class Shards:
                 self._shards[inherited(host, key)] = shard
 
     def disinherit(self, hosts: Collection[str]) -> None:
-        """Forget the shards of hosts that stay after all."""
+        """Forget the inherited shards of hosts that stay after all."""
         prefixes = tuple(inherited(host, "") for host in hosts)
         with self._lock:
             for key in [key for key in self._shards if key.startswith(prefixes)]:

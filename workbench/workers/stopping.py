@@ -22,13 +22,13 @@ from workbench.messages.calls import UpdatePart
 from workbench.messages.metrics import Metric
 from workbench.support.replaced import replaced
 
-# After this time ranks continue to the end of a stage that others were not asked to stop: the controller ended before.
+# After this time ranks finish a stage if other ranks got no stop: the controller ended before it asked them.
 PATIENCE = timedelta(seconds=30)
-THE_END = 2**62  # a point that no stage comes to
+THE_END = 2**62  # a point that no stage reaches
 
 
 class StageStopped(Signal):
-    """Raised at a stopping point; workers' own handlers of errors let it through."""
+    """Raised at a stopping point; workers' own error handlers must let it pass."""
 
     def __init__(self, part: UpdatePart) -> None:
         super().__init__(f"after optimizer step {part.steps} of {part.of}" if part.of else "as before the stage")
@@ -36,26 +36,26 @@ class StageStopped(Signal):
 
 
 class Stopping:
-    """The stopping points of the stage that a host runs. rank, ranks: of the pool; they are in step, unless
-    `with only(...)` says otherwise. store: of the pool, once it is open; a single rank needs none."""
+    """The stopping points of a host's stage. rank, ranks: of the pool; all its ranks are in step, unless `with
+    only(...)` says otherwise. store: the pool's, once it is open; a single rank needs none."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.store: dist.Store | None = None
         self._rank = rank
         self._everyone = self._together = tuple(range(ranks))
-        self._lock = threading.RLock()  # an interrupt of an inline stage asks in the thread that computes
-        self._run = self._passed = 0  # of the stage under way, or the last one
+        self._lock = threading.RLock()  # reentrant: an inline stage's interrupt asks in the computing thread
+        self._run = self._passed = 0  # of the current stage, or the last one
         self._under_way = self._updates = False
         self._asked_for = self._waits_at = 0
         self._resume_from: UpdatePart | None = None
-        self._times = 0  # that the steps of an update have begun
-        self.left: UpdatePart | None = None  # what an update that fails now has done, where nothing is half done
+        self._times = 0  # how often the steps of an update have begun
+        self.left: UpdatePart | None = None  # progress of an update if it fails now; None if something is half done
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
     def begin(self, run: int, resume_from: UpdatePart | None = None, *, updates: bool = False) -> None:
-        """A stage begins. resume_from: where an interrupted update goes on. updates: it is left between optimizer steps
-        only, at points that say how many it has taken."""
+        """Begin a stage. resume_from: where an interrupted update continues. updates: stop the stage only between
+        optimizer steps, at points that say how many steps were taken."""
         with self._lock:
             self._run, self._passed, self._together, self._under_way = run, 0, self._everyone, True
             self._resume_from, self._updates, self._times, self.left = resume_from, updates, 0, resume_from
@@ -65,8 +65,8 @@ class Stopping:
             self._passed, self._under_way = THE_END, False
 
     def begin_steps(self) -> UpdatePart | None:
-        """The steps of an update begin: what they had done when they were left. An operation that takes steps twice is
-        not left from the second time on."""
+        """Begin the steps of an update; return the progress at which it was interrupted. An operation that takes steps
+        twice cannot be interrupted from the second time on."""
         part, self._resume_from = self._resume_from, None
         self._times += 1
         if self._times > 1:
@@ -74,13 +74,13 @@ class Stopping:
         return part
 
     def note(self, part: UpdatePart | None) -> None:
-        """What an update that fails from here on has done; None: something is half done."""
+        """Record the progress of an update, for failures from here on; None: something is half done."""
         if self._times <= 1:
             self.left = part
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
-        """A point at which the stage can be stopped: all ranks that compute together call it at the same place. steps,
-        of, metrics: what an update has done so far."""
+        """Pass a point at which the stage can be stopped: all ranks that compute together call it at the same place.
+        steps, of, metrics: the update's progress so far."""
         if not self._under_way or (self._updates and (not of or self._times > 1)):
             return
         if of:
@@ -92,11 +92,11 @@ class Stopping:
             raise StageStopped((of and self.left) or UpdatePart(steps=steps, of=of, metrics={}))
 
     def only(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Inside, only these ranks pass points in step with this one."""
+        """Inside the block, only these ranks pass points in step with this one."""
         return replaced(self, "_together", ranks)
 
     def _agreed(self) -> int:
-        """The furthest of the points that the ranks in step have named."""
+        """Return the furthest of the points that the ranks in step have named."""
         if len(self._together) == 1:
             return self._passed
         assert self.store is not None
@@ -106,7 +106,7 @@ class Stopping:
             furthest = max(map(int, self.store.multi_get(named)))
         except dist.DistStoreError:
             furthest = THE_END
-        # the first answer counts for all: one rank may have waited too long, and another just not
+        # the first answer counts for all ranks: one rank may just have timed out when another did not
         agreed = int(self.store.compare_set(f"{_key(self._run, self._together)}/agreed", "", str(furthest)))
         if agreed >= THE_END:
             self._asked_for = 0
@@ -115,7 +115,7 @@ class Stopping:
     # --- for the controller, while the stage computes -----------------------------------------------------------------
 
     def stop(self, run: int) -> None:
-        """Have a run stop, which computes, is about to begin, or has just ended on this rank."""
+        """Stop a run that computes, is about to begin, or has just ended on this rank."""
         with self._lock:
             if run == self._asked_for:
                 return

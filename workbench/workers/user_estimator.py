@@ -1,11 +1,11 @@
-"""What advantages are of, by column; and estimators that users write: they see the rows of the whole batch, in their
-order, and give the advantage of each response or token.
+"""Signals (rewards, costs) by their columns, and estimators that users write: they see the rows of the whole batch, in
+their order, and return the advantage of each response or token.
 
     def estimator(rewards, group):
         mean = torch.stack([rewards[group == g].mean() for g in group])
         return rewards - mean
 
-Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the longest.
+Suffixes: N rows of the whole batch, B rows of a rank, T response tokens of the longest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a resp
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """A signal to raise or lower, by its columns: scores, a critic's values of them, scores of greedy responses.
+    """A signal to raise or lower, by its columns: scores, a critic's values, scores of greedy responses.
 
     sign: 1 for rewards; -1 for costs, to which the KL penalty is added.
     """
@@ -45,12 +45,12 @@ class Signal:
         return f"final_{self.values}"
 
     def column(self, name: str) -> str:
-        """The column of this signal that an estimator asks for by the name that it has for rewards."""
+        """Return this signal's column for the name that an estimator uses for rewards."""
         own = {"values": self.values, "final_values": self.final_values, "baseline_rewards": self.baseline}
         return {**own, "group": "prompt_uid"}.get(name, name)
 
     def columns(self, names: Collection[str]) -> tuple[str, ...]:
-        """The columns of what an estimator asks for, beside rewards and mask."""
+        """Return the columns for an estimator's parameters, except rewards and mask."""
         return tuple(self.column(name) for name in names if name == "group" or name not in GIVEN)
 
 
@@ -59,7 +59,7 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 
 
 def reads_greedy(estimator: UserFunction | str) -> bool:
-    """Whether scores of greedy responses are its baseline."""
+    """Return whether the estimator uses scores of greedy responses as its baseline."""
     return "baseline_rewards" in Asked.by(estimator).names if callable(estimator) else estimator == "remax"
 
 
@@ -72,12 +72,12 @@ def estimated(
     signal: Signal,
     valid_B: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and returns (None: it gives none) of this rank's rows, [B, T]; every rank calls it.
+    """Return advantages and returns (None: the function returns none) of this rank's rows, [B, T]; every rank calls it.
 
-    scores_B: of responses. rewards_BT: of tokens, after penalties. The function sees `rewards`, `token_rewards`,
-    `mask`, `group` (the number of a row's prompt) and columns of all rows (those of the signal), as a single rank
-    would: so every rank makes the same numbers, and keeps its own. Rows that are not valid are not among them, and
-    get 0.
+    scores_B: per response. rewards_BT: per token, after penalties. The function sees `rewards`, `token_rewards`,
+    `mask`, `group` (the number of a row's prompt) and columns (the signal's) of the valid rows of all ranks, as a
+    single rank would: every rank computes the same numbers and keeps those of its own rows. Rows that are not valid get
+    0.
     """
     mask = batch.ragged("response_mask")
     rows_N = communicator.gathered(torch.as_tensor(batch.rows))
@@ -87,7 +87,7 @@ def estimated(
         return torch.zeros_like(rewards_BT), None
 
     def whole(column: ColumnValues) -> ColumnValues:
-        """A column of all valid rows, in their order."""
+        """Return a column of all valid rows, in their order."""
         if isinstance(column, list):
             rows = communicator.shared_by_group(communicator.world_size, lambda: column)
             return [rows[i] for i in order.tolist()]
@@ -120,7 +120,7 @@ def estimated(
     mine_V = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows)[valid_B])
 
     def own(numbers_NT: Tensor) -> Tensor:
-        """Of this rank's rows."""
+        """Return the numbers of this rank's rows."""
         numbers_BT, width = torch.zeros_like(rewards_BT), min(numbers_NT.shape[1], rewards_BT.shape[1])
         numbers_BT[valid_B, :width] = numbers_NT[mine_V, :width].to(numbers_BT.dtype)
         return numbers_BT
@@ -131,7 +131,7 @@ def estimated(
 
 
 def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: Tensor) -> Tensor:
-    """What it has returned as numbers of tokens [N, T], 0 outside the mask. rows_N: their numbers in the batch."""
+    """Return a function's result as numbers of tokens [N, T], 0 outside the mask. rows_N: row numbers in the batch."""
     shape, what = list(inside_NT.shape), f"estimator={name_of(function)} returned"
     rule = (
         f"it returns an advantage a response, a tensor [rows] of shape {shape[:1]}, or one a token, [rows, tokens] of "

@@ -1,11 +1,11 @@
-"""Losses that users write: what they ask for by the names of their parameters, and what they may return.
+"""Losses that users write: their arguments, by the names of their parameters, and what they may return.
 
     def loss(log_prob, old_log_prob, advantages, mask):
         return -(log_prob - old_log_prob).exp() * advantages     # the loss of each token
 
-The losses of workbench itself are such functions too.
+The losses of workbench itself have this form too.
 
-What a loss of a user's own may read of the model beside log-probabilities: logits, a part at a time.
+A user's loss may also read logits from the model, a part at a time:
 
     def loss(log_prob, advantages, mask, logits):
         entropy = logits.map(lambda x: torch.distributions.Categorical(logits=x).entropy())
@@ -44,7 +44,7 @@ from workbench.support.named_fields import meant
 from workbench.workers.micro_batches import MicroBatch, OnDevice
 
 UserFunction = Callable[..., Any]
-# names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
+# an update's own metrics, whose names a loss must not report; "name/" stands for all names that begin with it
 OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
 CALL_IT = "call it in the notebook, with columns of batch.fetch()"
 SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
@@ -52,7 +52,7 @@ SUMMED = "was it summed or averaged? Return the loss of each token: aggregation=
 
 @dataclass(frozen=True)
 class Asked:
-    """The names of a function's parameters: of those without a default, and of those with one."""
+    """The names of a function's parameters: needed: those without a default; optional: those with a default."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
@@ -63,7 +63,7 @@ class Asked:
 
     @classmethod
     def by(cls, function: UserFunction) -> Asked:
-        """What a function asks for. A parameter that `functools.partial` has bound by name is not asked for."""
+        """Return what a function asks for, without parameters that `functools.partial` has bound by name."""
         bound: set[str] = set()
         inner = function
         while isinstance(inner, functools.partial):
@@ -77,10 +77,10 @@ class Asked:
 
 
 def check_function(argument: str, function: UserFunction, written: str, one_of: Collection[str] = ()) -> None:
-    """Raise `BadInput` for a function that cannot be called by the names of its parameters, or not be sent to workers.
+    """Raise `BadInput` if a function cannot be called by its parameters' names, or cannot be sent to workers.
 
-    argument: whose value it is, such as "loss". written: how such a function is written, for messages. one_of: names
-    of which it has to ask for one.
+    argument: the argument that has the function as value, such as "loss". written: how such a function is written, for
+    messages. one_of: the function must ask for at least one of these names.
     """
     what, parameters = f"{argument}={name_of(function)}", parameters_of(function)
     if parameters is None:
@@ -103,7 +103,7 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
 
 
 def check_names(argument: str, function: UserFunction, given: Collection[str], columns: Collection[str]) -> None:
-    """Raise `BadInput` where a function needs a parameter that is neither `given` nor a column, nor one that a stage
+    """Raise `BadInput` if a function needs a parameter that is neither `given` nor a column, nor a column that a stage
     could make."""
     for name in Asked.by(function).needed:
         if name in given or name in columns or name in SCHEMA:
@@ -119,11 +119,11 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFunction:
-    """A loss of a role's update, called for one micro-batch at a time. What it asks for is looked up once.
+    """A loss of a role's update, called for one micro-batch at a time. Its parameters are looked up once.
 
-    columns, mask: of the shard. Outside the mask the numbers of response columns are 0 for the function, so that what
-    it makes of them there is finite. own: as in `checked_loss`. together: around each call in a pass: where a user's
-    function may raise on one replica alone, all of them end the pass, see `Communicator.all_or_none`.
+    columns, mask: the shard's. Outside the mask the function sees 0 in response columns, so that it computes finite
+    numbers there. own: as in `checked_loss`. together: a context around each call in a pass: if a user's function may
+    raise on one replica alone, all replicas end the pass, see `Communicator.all_or_none`.
     """
 
     function: UserFunction
@@ -139,7 +139,7 @@ class TokenFunction:
 
     @cached_property
     def _table(self) -> list[tuple[str, ColumnValues | None, bool]]:
-        """For each parameter its column in the shard, and whether that has a number per response token."""
+        """For each parameter: its column in the shard, and whether that column has one number per response token."""
         columns = [self.columns.get(name) for name in self.asked]
         of_tokens = [isinstance(c, Ragged) and torch.equal(c.lengths, self.mask.lengths) for c in columns]
         return list(zip(self.asked, columns, of_tokens, strict=True))
@@ -147,10 +147,10 @@ class TokenFunction:
     def __call__(
         self, index: list[int], padded: Callable[[Ragged], Tensor], given: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token [B, R] of some rows, and metrics. padded: these rows of a response column, [B, R].
+        """Return the loss of each token [B, R] of some rows, and metrics. padded: these rows of a column, [B, R].
 
-        given: what it may ask for beside columns, response numbers among them [B, R, ...]; they come before columns of
-        the same name."""
+        given: values beside columns, also response numbers [B, R, ...]; they go before columns of the same name.
+        """
         with self.together():
             return self._called(index, padded, given)
 
@@ -171,7 +171,7 @@ class TokenFunction:
                 values[name] = to_device(column[index], inside_BR.device)
             elif isinstance(column, Ragged) and of_tokens:
                 values[name] = selected(padded(column), inside_BR)
-            elif isinstance(column, Ragged):  # of other tokens, such as the prompt's
+            elif isinstance(column, Ragged):  # a column of other tokens, such as the prompt's
                 values[name] = to_device(column.take(index).pad(), inside_BR.device)
         returned = call("loss", self.function, values)
         return checked_loss(self.function, returned, inside_BR.shape, self.own)
@@ -182,12 +182,12 @@ class TokenFunction:
         given: Mapping[str, Ragged] = MappingProxyType({}),
         of_model: Callable[[Tensor], Mapping[str, Any]] = lambda inside_BR: {},
     ) -> None:
-        """Call it once with the first two rows that have a token inside the mask, before any pass, so that a mistake in
-        it is an error on every rank at once. Without such a row it is not called.
+        """Call the function once with the first two rows that have a token inside the mask, before any pass, so that a
+        mistake in it is an error on every rank at once. Without such a row it is not called.
 
-        gradients: the names of what has a gradient; it gets numbers near those of the update, or zeros. given: columns
-        that have another name for it. of_model: from the mask [B, R], other things that stand in for what the model
-        gives.
+        gradients: the names of values with a gradient; they get numbers near those of the update, or zeros. given:
+        columns under the function's own names for them. of_model: returns, from the mask [B, R], stand-ins for the
+        model's outputs.
         """
         index = self.mask.pad().bool().any(-1).nonzero()[:2, 0].tolist()
         if not index:
@@ -206,14 +206,14 @@ class TokenFunction:
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
-    """Numbers [B, R, ...] inside the mask, and 0 outside; whole numbers, such as token ids, stay."""
+    """Return numbers [B, R, ...] inside the mask, and 0 outside; integers, such as token ids, stay unchanged."""
     inside = inside_BR.view(*inside_BR.shape, *(1 for _ in x_BR.shape[2:]))
     return torch.where(inside, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
 
 
 def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> Any:
-    """Call a function by the names of its parameters. Where it raises, a `StageError` names it. An error for want of
-    memory is not replaced: the update then goes on with smaller micro-batches."""
+    """Call a function with arguments by name. If it raises, raise a `StageError` that names it. Out-of-memory errors
+    pass unchanged: the update then continues with smaller micro-batches."""
     try:
         return function(**values)
     except (torch.OutOfMemoryError, MemoryError):
@@ -226,7 +226,7 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> An
 
 
 def told(error: BaseException) -> str:
-    """An exception of a user's function in words, with its last line of the user's."""
+    """Describe an exception of a user's function in words, with the last line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     words = f"{type(error).__name__}: {said(error, 400)}"
     if not frames:
@@ -238,8 +238,8 @@ def told(error: BaseException) -> str:
 def checked_loss(
     function: UserFunction, returned: Any, shape: tuple[int, ...], own: Collection[str] = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token [rows, tokens], and metrics, of what a function has returned. `BadInput` for what is
-    another thing: another shape or dtype, or a loss without a gradient.
+    """Split a function's return value into the loss of each token [rows, tokens] and metrics. Raises `BadInput` for
+    another shape or dtype, or a loss without a gradient.
 
     own: names of metrics that the role's update reports itself, beside OF_UPDATES.
     """
@@ -279,24 +279,24 @@ def checked_loss(
 
 
 def kind_of(value: Any) -> str:
-    """What a function has returned, for messages."""
+    """Describe a function's return value for messages."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return f"{type(value).__name__} {shown(value)}"
 
 
 def reported(micro: MicroBatch, values: Tensor, mask_BR: Tensor) -> OnDevice:
-    """The mean of a metric [B, R] over the mask, or of one [B] over the rows of a micro-batch."""
+    """Return the mean of a metric [B, R] over the mask, or of a metric [B] over the rows of a micro-batch."""
     if values.ndim == 2:
         return micro.mean_over(mask_BR)(values)
-    # a selection, not a product: in a pass that only keeps in step a number may be infinite
+    # a selection, not a product: a number may be infinite in a pass that only keeps in step with other ranks
     total = values.sum() if micro.weight else values.new_zeros(())
     return OnDevice(Mean, {"total": total, "count": len(values) * micro.weight})
 
 
-OF_MODEL = ("logits", "hidden_states")  # what a loss may ask for, with a gradient
+OF_MODEL = ("logits", "hidden_states")  # names that a loss may ask for, with a gradient
 
-# For each part of chosen tokens, by their numbers in reading order: a function of logits [n, V] and the part's place.
+# (numbers of chosen tokens, function of a part's logits [n, V] and of its place) -> results of all parts, in order
 OfTokens = Callable[[Tensor, Callable[[Tensor, slice], Tensor]], Tensor]
 REHEARSED_TOKENS = 8
 
@@ -304,24 +304,24 @@ REHEARSED_TOKENS = 8
 class Logits:
     """The logits of a micro-batch's response tokens, divided by the temperature, in float32 and with a gradient.
 
-    Where the batch has a sampling mask, those of tokens that could not be drawn are -1e9: probabilities and entropies
+    If the batch has a sampling mask, the logits of tokens that could not be drawn are -1e9: probabilities and entropies
     are over the same tokens as `log_prob`.
 
-    inside_BR: where there are tokens inside the mask. of_tokens: calls a function for parts of the tokens with these
-    numbers (of B x R).
+    inside_BR: the mask of response tokens. of_tokens: calls a function for parts of the tokens with these numbers (of B
+    x R).
     """
 
     def __init__(self, inside_BR: Tensor, of_tokens: OfTokens) -> None:
         self._inside_BR, self._of_tokens = inside_BR, of_tokens
 
     def map(self, function: Callable[..., Tensor], *others: Tensor, where: Tensor | None = None) -> Tensor:
-        """What `function(logits, *others)` gives for each token: [rows, tokens] or [rows, tokens, ...], 0 where it was
-        not called.
+        """Return `function(logits, *others)` for each token: [rows, tokens] or [rows, tokens, ...], 0 at tokens not
+        read.
 
-        It is called for at most 512 tokens at a time, with logits [n, V] and the same tokens of `others`, each given as
-        [rows, tokens, ...], and returns [n] or [n, ...]. In the backward pass it is called again, so that no more
-        logits are in memory at once; so it must return the same for the same, and change nothing. where: bool
-        [rows, tokens], the positions to read; None: those inside the mask. Positions outside the mask are never read.
+        The function is called for at most 512 tokens at a time, with logits [n, V] and the same tokens of `others`,
+        each given as [rows, tokens, ...], and returns [n] or [n, ...]. The backward pass calls it again, so that no
+        more logits are in memory at once: it must have no side effects and return the same again. where: bool [rows,
+        tokens], the positions to read; None: those inside the mask. Positions outside the mask are never read.
 
         With ZeRO stage 3 or tensor parallel ranks a loss must call `map` equally often for each micro-batch.
         """
@@ -333,7 +333,7 @@ class Logits:
                     f"what goes with the logits is [rows, tokens, ...], here {list(chosen_BR.shape)}",
                     "write a number, or what has another shape, into the function itself",
                 )
-        # a micro-batch without a chosen token reads one all the same: every rank calls the head equally often
+        # a micro-batch without a chosen token reads one anyway: every rank calls the head equally often
         read_BR = chosen_BR if bool(chosen_BR.any()) else _first(chosen_BR)
         rows = [other[read_BR] for other in others]
 
@@ -365,8 +365,8 @@ class Logits:
 def of_model(
     micro: MicroBatch, mask: Ragged, asked: Collection[str], hidden_N: Tensor, each_logits: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """What a loss asks for of OF_MODEL. hidden_N, each_logits: as `TokenLogProbs.read` gives them for a micro-batch,
-    N response tokens."""
+    """Return the arguments of a loss that come from the model, see OF_MODEL. hidden_N, each_logits: as
+    `TokenLogProbs.read` returns them for a micro-batch, N response tokens."""
     number_BR = micro.to_BR(torch.arange(len(hidden_N), device=hidden_N.device)).flatten()
 
     def of_tokens(numbers: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -378,7 +378,7 @@ def of_model(
 
 
 def stand_ins(inside_BR: Tensor, module: PackedModule) -> dict[str, Any]:
-    """Zeros in place of OF_MODEL, for a call before any pass; the function of `map` sees a few tokens alone."""
+    """Return zeros in place of OF_MODEL, for a call before any pass; the function of `map` sees only a few tokens."""
     config = module.get_backbone().config.get_text_config()
 
     def of_tokens(numbers: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -391,7 +391,7 @@ def stand_ins(inside_BR: Tensor, module: PackedModule) -> dict[str, Any]:
 
 
 def _first(chosen_BR: Tensor) -> Tensor:
-    """The first position alone."""
+    """Return a mask of the first position alone."""
     first_BR = torch.zeros_like(chosen_BR)
     first_BR.view(-1)[:1] = True
     return first_BR

@@ -1,16 +1,16 @@
-"""Weights that one role publishes on its hosts, and of which others take slices, host to host; also its moments of
-Adam, when the role moves.
+"""Weights that one role publishes on its hosts, and that other roles take in slices, host to host. When a role moves,
+also its Adam moments.
 
-Slices travel as rows of batches do: a host cuts them on request, and the taker records the transfer. So the two roles
-need no process group in common, their pools may be on different machines and fail independently, and publisher and
-taker need not step together: an update may run while weights from before it are still being taken. vLLM's own engines
-for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
+Slices travel like rows of batches: a host cuts them on request, and the taker records the transfer. So the two roles
+need no common process group, their pools may be on different machines and fail independently, and publisher and taker
+need not step together: an update may run while weights from before it are still being taken. vLLM's own engines for
+weight transfer (nccl, sharded_rdt) need CUDA on both sides.
 
     publisher's memory ──one copy──> bucket in shared memory ──one copy──> taker's memory
                                      (on another machine: a copy of the bucket there)
 
-A publisher that keeps what it published before compares, and a taker that has just that is sent patches of what changed
-(`workbench.resharding.patches`); any other is sent whole slices.
+A publisher that keeps its previously published weights finds what changed. A taker that has exactly these weights gets
+patches of the changes (`workbench.resharding.patches`); other takers get whole slices.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Ask = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Where weights are published: the key, and the hosts by their numbers in a plan. layout: of the publisher. kind:
-    of the recorded transfers."""
+    """Where weights are published. hosts: by their numbers in a plan. layout: the publisher's. kind: the kind under
+    which transfers are recorded."""
 
     key: str
     hosts: tuple[str, ...]
@@ -60,15 +60,15 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is published, beside the weights. version: optimizer steps of the weights. restored: how often they were put
-    back to an earlier state, after which equal versions are not equal weights.
+    """A description of published weights. version: their optimizer steps. restored: how often they were restored to an
+    earlier state; after a restore equal versions are not equal weights.
 
-    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
-    publisher's log-probabilities of ids[1:], in nats; empty without a probe. log_probs_without: those of the model
-    alone, where an adapter is published. aliases, vocabulary: of the model, see `PackedModule`.
+    shapes: of the whole weights, by name; empty if none were published. probe_ids, log_probs: tokens, and the
+    publisher's log-probabilities of ids[1:], in nats; empty without a probe. log_probs_without: log-probabilities of
+    the model without the published adapter. aliases, vocabulary: of the model, see `PackedModule`.
 
-    keeps: whether the publisher keeps it, to say later what has changed. since: the key of what it kept before, from
-    which patches lead here; "" without. took_s: seconds until it was published, without the probe.
+    keeps: whether the publisher keeps the weights, to find later changes. since: the key of the weights kept before,
+    from which patches lead to these; "" without. took_s: seconds until publication, without the probe.
     """
 
     version: int
@@ -86,10 +86,10 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of published weights: by name a tensor, and which elements it holds. A copy in host memory; or
-    the live tensors, where nothing is trained while they are taken.
+    """One rank's part of published weights: for each name a tensor, and which elements it holds. Tensors are copies in
+    host memory, or the live tensors if nothing is trained while they are taken.
 
-    contents: None for a part of a role's state. changes: since `contents.since`, of the weights that are not to be sent
+    contents: None for a part of a role's state. changes: since `contents.since`, for the weights that need not be sent
     whole.
     """
 
@@ -99,14 +99,14 @@ class Snapshot:
 
     @torch.no_grad()
     def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
-        """Each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is one
-        piece of host memory already is not copied."""
+        """Return each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is
+        one piece of host memory already is not copied."""
         with self._beside_updates():
             return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
     def sent(self, wanted: Sequence[Slice], since: str) -> list[Sent]:
-        """The same for who has what was published under the key `since`: patches, where that was the one before, and
-        where they are smaller."""
+        """Return the slices for a taker that has the weights published under the key `since`: patches, if those were
+        the previous weights, and if the patches are smaller; else whole slices."""
         known = since and self.contents is not None and since == self.contents.since
         patches = [self._patch(*one) if known else None for one in wanted]
         whole = iter(self.cut([one for one, patch in zip(wanted, patches, strict=True) if patch is None]))
@@ -129,7 +129,7 @@ class Snapshot:
         return any(tensor.is_cuda for tensor, _ in self.slices.values())
 
     def _beside_updates(self) -> AbstractContextManager[Any]:
-        """On a GPU a stream that does not wait for what is computed meanwhile."""
+        """Use, on a GPU, a stream that does not wait for concurrent computation."""
         return torch.cuda.stream(_side_stream()) if self.on_gpu else nullcontext()
 
 
@@ -139,7 +139,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
-    """Flat tensors, those on a GPU copied to pinned memory with one wait for all."""
+    """Return flat tensors in host memory; tensors on a GPU are copied to pinned memory with one wait for all."""
     if not flat or not flat[0].is_cuda:
         return flat
     copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in flat]
@@ -150,27 +150,27 @@ def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
-    """The weights of a model for these layouts; only a layout that cuts layers needs to know how."""
+    """Return a model's weights for these layouts; only a layout that cuts layers must know how to cut them."""
     is_cut = any(layout.p * layout.t > 1 for layout in layouts)
     return model_weights(config, dtype=dtype, unknown="refuse" if is_cut else "whole")
 
 
 def uncut_weights(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> ModelWeights:
-    """Weights that are whole on every rank that has them, such as those of an adapter."""
+    """Return weights that are whole on each rank that has them, such as those of an adapter."""
     item = ITEM_BYTES[dtype]
     return ModelWeights(tuple(Weight(name=n, shape=tuple(s), item_bytes=item) for n, s in shapes.items()), 1)
 
 
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
-    """Which rank publishes what: the d holders of a slice publish a stretch of its rows each, so that together they
-    keep one copy, and all of them serve it."""
+    """Return which rank publishes which elements: the d holders of a slice publish a range of its rows each, so that
+    together they keep one copy, and all of them serve it."""
     return Distribution(weights, layout, tuple(range(layout.size)), "fsdp")
 
 
 def plan_of_taking(weights: ModelWeights, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1) -> Reshard:
-    """Who sends which slice to whom. Publishing ranks come first, then taking ones.
+    """Plan which rank sends which slice to which rank. Publishing ranks come first, then taking ranks.
 
-    weights: that are published. vocabulary_multiple: of the taker, see `Distribution`.
+    weights: the published weights. vocabulary_multiple: the taker's, see `Distribution`.
     """
     ranks = tuple(range(publisher.size, publisher.size + taker.size))
     needed = Distribution(weights, taker, ranks, vocabulary_multiple=vocabulary_multiple)
@@ -187,10 +187,10 @@ def take_snapshot(
     contents: Contents,
     kept: dict[str, Tensor] | None = None,
 ) -> Snapshot:
-    """What a rank publishes of the weights that it holds: copies, in `dtype`.
+    """Copy, in `dtype`, the part of a rank's weights that it publishes.
 
-    held: all that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them. kept: the copies
-    of `contents.since`, which are exchanged for the new ones, on the device of the weights; None: nothing is compared.
+    held: all weights that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them. kept: the
+    copies of `contents.since`, which the new copies replace, on the device of the weights; None: nothing is compared.
     """
     by_name = {weight.name: weight for weight in weights}
     whole, parts = Distribution(weights, layout, tuple(range(layout.size))), published_parts(weights, layout)
@@ -209,9 +209,9 @@ def take_snapshot(
 
 
 class Pulled(NamedTuple):
-    """Slices that arrived, each row by row [elements] and for reading only: they may be memory of the publisher, or
-    shared memory. sums: the checksum of each, taken where it was cut; empty where not asked for. start_s, end_s: by
-    `perf_counter`."""
+    """Slices that arrived, each row by row [elements] and for reading only: they may be the publisher's memory, or
+    shared memory. sums: the checksum of each slice, computed where it was cut; empty if not requested. start_s, end_s:
+    by `perf_counter`."""
 
     parts: list[Sent]
     sums: list[int]
@@ -228,19 +228,19 @@ class Pulled(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where slices come from: other hosts, or files."""
+    """A source of slices: other hosts, or files."""
 
     def pull(
         self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> Pulled:
-        """Slices of rank `rank` of the publisher; since: or patches, see `Snapshot.sent`. Any thread may call it."""
+        """Return slices of the publisher's rank `rank`; since: or patches, see `Snapshot.sent`. Thread-safe."""
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
-        """Record what arrived, under a name; whether it came from elsewhere."""
+        """Record arrived slices under the name `what`; return whether they came from elsewhere."""
 
 
 class WeightExchange:
-    """One host's part: what its roles have published, and access to that of others.
+    """One host's part of the exchange: what its roles have published, and access to what other hosts have published.
 
     ask: `ask(host, method, *arguments)` calls a method of another host.
     """
@@ -251,13 +251,13 @@ class WeightExchange:
         self._lock = threading.Lock()
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        if snapshot.on_gpu:  # it is complete before another stream reads it
+        if snapshot.on_gpu:  # complete it before another stream reads it
             torch.cuda.current_stream().synchronize()
         with self._lock:
             self._snapshots[key] = snapshot
 
     def release(self, keys: Iterable[str]) -> None:
-        """Forget snapshots; keys of other things are no error."""
+        """Forget snapshots; keys of other objects are ignored."""
         with self._lock:
             for key in keys:
                 self._snapshots.pop(key, None)
@@ -277,14 +277,14 @@ class WeightExchange:
     def served(
         self, key: str, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> tuple[list[Any], list[int]]:
-        """Slices of a snapshot, or patches of them, as arrays for another process, and the checksums of the slices
-        where asked for."""
+        """Return slices of a snapshot, or patches of them, as arrays for another process, and the slices' checksums if
+        requested."""
         snapshot = self.snapshot(key)
         parts = [part if isinstance(part, Patch) else array_of(part) for part in snapshot.sent(wanted, since)]
         return parts, snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
-        """What is published, as its first rank describes it."""
+        """Return the description of published weights, from the publisher's first rank."""
         host = published.hosts[0]
         here = host == self._host
         found = self.snapshot(published.key).contents if here else self._ask(host, "published_contents", published.key)
@@ -307,7 +307,7 @@ class WeightExchange:
         return Pulled(parts, sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
-        """See `WeightSource`; nothing is recorded of what is on this host already."""
+        """See `WeightSource`; slices that are already on this host are not recorded."""
         if self.is_here(published, rank):
             return False
         shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder

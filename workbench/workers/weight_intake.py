@@ -1,6 +1,6 @@
-"""One rank's part of taking published weights: which slices it asks for, in which order, and where they go.
+"""One rank's part of taking published weights: which slices it requests, in which order, and where it writes them.
 
-A bucket of slices has at most BUCKET_BYTES. A rank has one in use and asks for AHEAD more, which publishers fill
+A bucket of slices has at most BUCKET_BYTES. A rank uses one bucket and requests AHEAD more, which publishers fill
 meanwhile.
 """
 
@@ -36,11 +36,11 @@ SLOW_S = 1.0
 
 
 class WeightIntake:
-    """One rank's part of a plan of taking, again and again, a layer at a time.
+    """One rank's part of a plan of taking weights, a layer at a time; it can be used repeatedly.
 
-    rank: in the taker's layout. received_bytes: from other hosts so far; whole_bytes: of the slices that these were or
-    patched. checksums: whether to compare those of slices as they were sent and as they arrived; arrival: the
-    comparison of the last time. Beside the taker's own tensors of a layer, memory is needed for `AHEAD` + 1 buckets.
+    rank: in the taker's layout. received_bytes: from other hosts so far; whole_bytes: of the slices that were received
+    or patched. checksums: whether to compare the checksums of sent and arrived slices; arrival: the last comparison.
+    Besides the taker's own tensors of a layer, it needs memory for `AHEAD` + 1 buckets.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
@@ -54,7 +54,7 @@ class WeightIntake:
                 for movement in plan.movements(weight):
                     if me in movement.destinations:
                         layer.take(movement.source, weight, movement.boxes)
-                # what a rank of the publisher has itself moves nowhere
+                # the plan has no movement for elements that this rank itself publishes
                 layer.take(
                     me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
                 )
@@ -69,11 +69,11 @@ class WeightIntake:
         *,
         since: str = "",
     ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's slices
-        written.
+        """Yield this rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's
+        slices written.
 
-        kept: of whole shapes by name, in which they are written, and which stay; None: each is dropped after its layer.
-        since: the key of what `kept` has: then patches may come, and only layers in which something changed are given.
+        kept: whole tensors by name, in which the weights are written and stay; None: each is dropped after its layer.
+        since: the key of the weights in `kept`; then patches may come, and only layers with changes are yielded.
         """
         for layer, buckets in self._pulled(published, since):
             matrices = {} if kept is None else kept
@@ -89,15 +89,15 @@ class WeightIntake:
 
     @torch.no_grad()
     def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
-        """Write what this rank needs into its live tensors. held: by name a tensor, and which elements of the weight it
-        holds."""
+        """Write the elements that this rank needs into its live tensors. held: for each name a tensor, and which
+        elements of the weight it holds."""
         for _, buckets in self._pulled(published):
             for bucket in buckets:
                 self._write(bucket, [view_of(*held[name], box) for name, box in bucket.wanted])
 
     def _write(self, bucket: _Bucket, views: Sequence[Tensor]) -> bool:
-        """Write a bucket's slices where they belong; whether anything changed. What is compared are the checksums of
-        what lies there in the end."""
+        """Write a bucket's slices to their places; return whether anything changed. The checksums that are compared are
+        those of the written elements."""
         for view, part in zip(views, bucket.pulled.parts, strict=True):
             if isinstance(part, Patch):
                 part.add_to(view)
@@ -109,7 +109,7 @@ class WeightIntake:
         return any(part.nbytes for part in bucket.pulled.parts)
 
     def _pulled(self, published: Published, since: str = "") -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
-        """Layer by layer what this rank needs; the next buckets are requested while the last is used."""
+        """Yield, layer by layer, what this rank needs; the next buckets are requested while the last one is used."""
         self.arrival = Arrival()
         asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
         with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
@@ -150,13 +150,13 @@ class _Layer:
     _room: dict[int, int] = field(default_factory=dict)
 
     def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
-        """Its buckets by source, in the order of asking: each taker begins at another source."""
+        """Return the layer's buckets by source, in the order of requests: each taker begins at another source."""
         found = list(self.sources.items())
         first = taker % max(1, len(found))
         return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
 
     def take(self, source: int, weight: Weight, found: Boxes) -> None:
-        """Add boxes of a weight that come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
+        """Add boxes of a weight that come from a rank, in buckets of at most `BUCKET_BYTES`; rows are not split."""
         for r0, r1, c0, c1 in found:
             row_bytes = (c1 - c0) * weight.item_bytes
             rows = max(1, BUCKET_BYTES // row_bytes)
@@ -171,7 +171,7 @@ class _Layer:
 
 
 def probe() -> tuple[Snapshot, Reshard]:
-    """A weight of `PROBE_BYTES` that a host publishes to be timed, and the plan by which another process takes it."""
+    """Return a weight of `PROBE_BYTES` that a host publishes to be timed, and another process's plan to take it."""
     weights = ModelWeights((Weight(name="probe", shape=(PROBE_ROWS, PROBE_COLUMNS), item_bytes=4),), 1)
     plan = Reshard(*(Distribution(weights, Layout(), (rank,)) for rank in (0, 1)))
     whole = WeightShard(((0, PROBE_ROWS, 0, PROBE_COLUMNS),), (PROBE_ROWS, PROBE_COLUMNS))
@@ -179,9 +179,9 @@ def probe() -> tuple[Snapshot, Reshard]:
 
 
 def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
-    """Bytes a second from a host, which has published a `probe` under a key, to this process: the faster of two times,
-    after a first one in which memory for buckets is made; over a slow link that one counts. ask: as in
-    `WeightExchange`."""
+    """Measure the bytes per second from a host, which has published a `probe` under a key, to this process: the faster
+    of two tries, after a first one that allocates memory for buckets; over a slow link only the first one counts. ask:
+    as in `WeightExchange`."""
     snapshot, plan = probe()
     intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
     published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")

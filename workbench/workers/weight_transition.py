@@ -1,4 +1,4 @@
-"""From the slices in which an actor is trained to those of its generation engine: the transition of a weight sync.
+"""The transition of a weight sync: from the slices in which an actor is trained to those of its generation engine.
 
 The actor is trained in a layout (p, t, d) with p*t > 1, or sharded by ZeRO-3, and generates on the same ranks in groups
 of t_g (HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
@@ -38,8 +38,8 @@ Slices = Literal["layout", "zero"]
 
 
 def trained_slices(spec: Model, layout: Layout) -> Slices | None:
-    """How the ranks of a trained actor hold its weights: "layout", slices of a layout with p*t > 1; "zero", ZeRO-3's
-    flat shards; None: whole. An adapter under ZeRO-3 counts as whole: it alone moves, and is gathered first."""
+    """Return how a trained actor's ranks hold its weights: "layout": slices of a layout with p*t > 1; "zero": ZeRO-3's
+    flat shards; None: whole. An adapter under ZeRO-3 counts as whole: only it moves, and is gathered first."""
     if layout.p * layout.t > 1:
         return "layout"
     zero = spec.training is not None and spec.training.cuts_weights
@@ -54,9 +54,9 @@ def plan_of(
     strategy: str | None = None,
     slices: Slices = "layout",
 ) -> Transition | ZeroSync:
-    """The plan of a sync by a strategy (None: that of the settings). dtype: of the engine.
+    """Return the plan of a sync with a strategy (None: the settings' strategy). dtype: the engine's.
 
-    For ZeRO-3's shards "v" is "full": no replica is smaller than all ranks.
+    For ZeRO-3's shards "v" means "full": no replica is smaller than all ranks.
     """
     t_g, multiple = generation.tensor_parallel_size, VOCABULARY_MULTIPLE[generation.engine]
     chosen = strategy or generation.strategy
@@ -68,13 +68,13 @@ def plan_of(
     return plan_sync(weights, layout.generating(t_g), chosen, vocabulary_multiple=multiple)
 
 
-# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
+# Syncs of each kind that `Generation(sync="auto")` times before it keeps to one kind.
 TRIALS = 3
 
 
 class Choice:
-    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
-    `TRIALS` each, patches first, whose first is whole."""
+    """Decides whether the next sync sends patches. mode: "delta": always; "whole": never; "auto": the faster kind after
+    `TRIALS` syncs of each. Patches are tried first; the first of these syncs is whole."""
 
     def __init__(self, mode: SyncMode) -> None:
         self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
@@ -87,13 +87,13 @@ class Choice:
         return len(whole) >= TRIALS and median(patched) < median(whole)
 
     def note(self, seconds: float, *, patches: bool) -> None:
-        """What a sync took that was to go in this way."""
+        """Note the seconds of a sync that was planned to go by patches, or whole."""
         self._took_s[patches].append(seconds)
 
 
 def not_as_sent(version: int, said: Sequence[str]) -> SyncError:
-    """The error for weights that arrived with other checksums than they were sent with; said: which, and on which
-    ranks."""
+    """Make the error for weights whose checksums differ from those with which they were sent. said: which weights, on
+    which ranks."""
     return SyncError(
         f"weights version {version} did not arrive as it was sent: {'; '.join(said[:3])}"
         + (f"; {len(said) - 3} more" if len(said) > 3 else ""),
@@ -106,9 +106,9 @@ class WeightTransitions:
     """The syncs of an actor whose ranks hold slices of it, by any strategy. slices: see `trained_slices`; None: there
     are no transitions.
 
-    There is nothing to undo after a rollout: trained slices stay in place, and what was gathered of a layer is dropped
-    when the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or its `sleep`
-    where roles share memory; cached prefixes are dropped with the weights that they were computed with.
+    Nothing must be undone after a rollout: trained slices stay in place, and what was gathered of a layer is dropped
+    when the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or until its
+    `sleep` if roles share memory; cached prefixes are dropped with the weights with which they were computed.
     """
 
     def __init__(self, trainer: TrainingEngine, generator: GenerationEngine, spec: Model, context: Context) -> None:
@@ -119,7 +119,7 @@ class WeightTransitions:
         self._choice, self._failed = Choice(spec.generation.sync), False
 
     def forget(self) -> None:
-        """Send all whole the next time, as after a restored state."""
+        """Send all weights whole the next time, for example after a restored state."""
         for transition in self._made.values():
             transition.exchange.forget()
 
@@ -128,10 +128,10 @@ class WeightTransitions:
         return sum(transition.exchange.kept_bytes for transition in self._made.values())
 
     def sync(self, strategy: str, noted: OpenSync, has_room: Callable[[int], bool]) -> Metrics:
-        """Give the engine the trainer's weights; the bytes that this moved on all ranks. noted: this rank's line of the
-        ledger. has_room: whether so many bytes may be kept here, for patches.
+        """Give the engine the trainer's weights; return metrics of the bytes moved on all ranks. noted: this rank's
+        line of the ledger. has_room: whether so many bytes may be kept here, for patches.
 
-        Raises `SyncError`, on all ranks, where a weight differs from what was sent.
+        Raises `SyncError`, on all ranks, if a weight differs from what was sent.
         """
         assert self.slices and self._spec.generation and self._spec.dtype
         communicator = self._context.communicator
@@ -147,7 +147,7 @@ class WeightTransitions:
         full = patches and most > 0 and not exchange.kept_bytes and not has_room(most)
         failed, full = communicator.all_reduce_max(torch.tensor([self._failed, full], dtype=torch.int64)).tolist()
         if failed:
-            self.forget()  # of a transition that did not end, ranks have kept what others have not
+            self.forget()  # after a failed transition, ranks have kept different weights
         self._failed, began = True, time.perf_counter()
         exchange.begin(keeps=patches and not full)
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
@@ -172,7 +172,7 @@ class WeightTransitions:
         }
 
     def _not_as_sent(self, transition: WeightTransition, arrival: Arrival) -> SyncError:
-        """The same error on every rank: which weights, on which ranks."""
+        """Make the same error on every rank: which weights, on which ranks."""
         names = [weight.name for weight in transition.plan.weights]
         mine = torch.tensor([[names.index(name), source] for name, source in arrival.differ], dtype=torch.int64)
         found = self._context.communicator.all_gather(mine.view(-1, 2))
@@ -185,11 +185,11 @@ class WeightTransitions:
 
 
 class WeightTransition:
-    """One rank's part of a transition, again and again. Weights are cast to the engine's dtype before they move, which
-    halves the bytes of fp32 weights for an engine in bfloat16.
+    """One rank's part of a transition; it can be used repeatedly. Weights are cast to the engine's dtype before they
+    move, which halves the bytes of fp32 weights for an engine in bfloat16.
 
-    handed_bytes: of generation shards, given to the engine so far. By the plan: kept_twice_bytes, that all ranks
-    together keep beside their generation shards; most_kept_bytes, that this rank keeps for patches.
+    handed_bytes: bytes of generation shards given to the engine so far. By the plan: kept_twice_bytes, which all ranks
+    together keep beside their generation shards; most_kept_bytes, which this rank keeps for patches.
     """
 
     def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
@@ -203,8 +203,8 @@ class WeightTransition:
 
     @torch.no_grad()
     def weights(self, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """This rank's generation weights, for `GenerationEngine.update_weights`: each in its whole shape, with this
-        rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
+        """Yield this rank's generation weights, for `GenerationEngine.update_weights`: each in its whole shape, with
+        this rank's slices written. A layer moves when it is requested; every rank iterates to the end.
 
         trained: this rank's slices (`plan.trained`), by transformers' names; they do not change.
         """
@@ -215,11 +215,11 @@ class WeightTransition:
                 yield name, self._whole(self._by_name[name], shard)
 
     def arrival(self) -> Arrival:
-        """Whether what the last transition brought is what was sent, see `ReshardingEngine.arrival`."""
+        """Compare what the last transition received with what was sent, see `ReshardingEngine.arrival`."""
         return self._engine.arrival()
 
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
-        """The part of the trained slice that this rank has in the plan: all of it, or a flat part."""
+        """Return the part of the trained slice that this rank has in the plan: all of it, or a flat part."""
         mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
         assert mine is not None and source is not None
         return laid_out(tensor, mine, source)

@@ -1,7 +1,7 @@
-"""The SPMD program of one rank of one role, and what its host offers it.
+"""The SPMD program that one rank runs for one role, and the services that its host offers to it.
 
-The roles of one host take turns on its device: who is not at work leaves its memory (HybridFlow, arXiv:2409.19256,
-section 5; verl's `param_offload`, `optimizer_offload` and `free_cache_engine`, in one).
+The roles of one host take turns on its device: a role that is not at work frees the device's memory (HybridFlow,
+arXiv:2409.19256, section 5; verl's `param_offload`, `optimizer_offload` and `free_cache_engine` in one).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from workbench.workers.weight_exchange import WeightExchange
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a host offers its workers.
+    """The services and settings that a host gives to a worker.
 
-    layout: of the role; `layout.coordinates(host.rank)` is this rank's place in it. communicator: over all ranks of the
-    pool. progress(done, total, tokens): called between micro-batches, for the controller's progress line. stopping:
-    `stopping.point()` is called where all ranks are at the same line between two units of work, such as micro-batches:
-    there an interrupt stops the stage. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
-    tokens. folder: where relative paths start: the working folder of the kernel that opened the workbench. exchange:
-    for weights that roles publish, and take from each other. waits: whether the worker is built beside the one that it
-    replaces: see `Worker.begin`. room: the memory of the role's GPUs that the placement leaves, which decides automatic
-    sizes; None: on a CPU. calls: of the user's functions, in a process of the role's own.
+    layout: the role's; `layout.coordinates(host.rank)` is this rank's place in it. communicator: over all ranks of the
+    pool. progress(done, total, tokens): called between micro-batches, for the controller's progress line. stopping: a
+    worker calls `stopping.point()` between two units of work, such as micro-batches, where all ranks are at the same
+    line: an interrupt stops the stage there. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
+    tokens. folder: relative paths start here: the working folder of the kernel that opened the workbench. exchange: the
+    weights that roles publish and take from each other. waits: whether the worker is built beside the worker that it
+    replaces, see `Worker.begin`. room: the memory that the placement leaves on the role's GPUs, which decides automatic
+    sizes; None on a CPU. calls: runs the user's functions, in a process of the role's own.
     """
 
     host: HostInfo
@@ -58,24 +58,24 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of the host. A slot of a CPU is the CPU; a host sees only its own GPU."""
+        """The device of the host: the CPU, or the host's only visible GPU ("cuda:0")."""
         return torch.device("cuda:0" if self.host.device.startswith("cuda") else "cpu")
 
     def loading_device(self, training: Training | None) -> torch.device:
-        """Where a model is loaded: on the device, or in host memory where it is cut afterwards."""
+        """Return the device on which a model is loaded: host memory where the model is cut into slices afterwards."""
         cut = self.layout.p * self.layout.t > 1 or (training is not None and training.cuts_weights)
         return torch.device("cpu") if cut else self.device
 
     @cached_property
     def groups(self) -> ParallelGroups:
         """The groups of ranks of the layout. Sums over the rows of a batch are sums over `groups.data`, whose ranks
-        have different rows. All ranks of the pool ask for it first at the same time, while the role is built."""
+        have different rows. All ranks of the pool first read this at the same time, while the role is built."""
         return parallel_groups(self.layout, self.communicator, self.recorder, self.device.type)
 
     @cached_property
     def cache_bytes(self) -> int | None:
-        """Bytes of vLLM's key-value cache on each GPU of the pool; None: on a CPU, or unknown. All ranks of the pool
-        ask first at the same time."""
+        """The bytes of vLLM's key-value cache on each GPU of the pool; None on a CPU or where unknown. All ranks of the
+        pool first read this property at the same time."""
         if self.room is None:
             return None
         here = torch.tensor([-self.room.cache_bytes(own_gpu_bytes())])
@@ -87,82 +87,82 @@ class Context:
         self.stopping.point()
 
     def leave_groups(self) -> None:
-        """Destroy the groups that were made for this layout; the pool's own stays."""
+        """Destroy the process groups that were made for this layout; the pool's own group stays."""
         if "groups" in self.__dict__:
-            # in one order on all ranks, which NCCL wants
+            # all ranks end them in the same order: NCCL requires it
             for communicator in dict.fromkeys((self.groups.data, self.groups.tensor, self.groups.pipeline)):
                 communicator.end_group()
 
 
 class Worker:
-    """Base of all roles. Operations are methods marked with `@register(protocol)`."""
+    """Base class of all roles. Operations are methods marked with `@register(protocol)`."""
 
     def __init__(self, spec: Model, context: Context) -> None:
         self.spec, self.context = spec, context
 
     @property
     def layout(self) -> Layout:
-        """The layout of its weights on the ranks."""
+        """The layout of this worker's weights on the ranks."""
         return self.context.layout
 
     @cached_property
     def limits(self) -> Limits:
-        """What its model can read; without a model every length will do, and token ids are those of the tokenizer."""
+        """The model's limits of length and token ids; without a model no limit of length, and the tokenizer's ids."""
         if self.spec.name is None:
             return replace(Limits.of(self.context.tokenizer_name), context=None)
         return Limits.of(self.spec.name)
 
     @property
     def uses_device(self) -> bool:
-        """Whether it holds memory on the device, which it offloads while other roles of the device work."""
+        """Whether the worker holds device memory, which it offloads while other roles of the device work."""
         return False
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes on its device, by use; "offloaded": in host memory."""
+        """Return the bytes held on the device, by use; "offloaded": bytes in host memory."""
         return {}
 
     def take_notes(self) -> tuple[str, ...]:
-        """Notes for the user about the last operation, beside `Output.notes`; each once."""
+        """Return notes for the user about the last operation, beside `Output.notes`; each note is returned once."""
         return ()
 
     def offload(self) -> None:
         """Free the device's memory for other roles; called before their stages, see `wb.open(share_memory=...)`."""
 
     def load(self, *, generates: bool = False) -> None:
-        """Bring back what an operation needs; generates: as it was registered."""
+        """Load what an operation needs back onto the device. generates: as the operation was registered."""
 
     def state(self) -> dict[str, Any]:
-        """Copies of everything that training changes, for `load_state`. Empty: nothing changes."""
+        """Return copies of everything that training changes, for `load_state`; empty if training changes nothing."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to what `state` gave."""
+        """Restore a state that `state` returned."""
 
     def extra_state(self) -> dict[str, Any]:
-        """The small part of its state that moves with the role beside weights, moments and step count. Where the number
-        of ranks changes, each new rank gets that of an old one."""
+        """Return the small part of the state that moves with the role beside weights, moments and step count. When the
+        number of ranks changes, each new rank gets the extra state of an old rank."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take what `extra_state` gave, after weights and moments."""
+        """Restore what `extra_state` returned, after weights and moments were restored."""
 
     def begin(self) -> None:
-        """Start what a process can have only once, such as a generation engine: when the worker is made, or, where it
-        replaces another worker, after that one is closed."""
+        """Start resources of which a process can have only one, such as a generation engine. Called when the worker is
+        made, or, if it replaces another worker, after that worker is closed."""
 
     def change(self, spec: Model) -> None:
-        """Go on as another model of the same weights: of an actor, one that generates or does not."""
+        """Continue with another spec of the same weights, such as an actor that generates or no longer generates."""
         self.spec = spec
 
     def retrain(self, training: Training) -> None:
-        """Train as other settings of the same engine say, from the next optimizer step on."""
+        """Train with other settings of the same engine from the next optimizer step on."""
         self.spec = self.spec.changed(training=training)
 
     def close(self) -> None:
-        """Free its memory."""
+        """Free the worker's memory."""
 
     def describe(self) -> dict[str, Any]:
-        """Its settings and state, for `repr` and reports."""
+        """Return the worker's settings and state, for `repr` and reports."""
         return {
             "role": type(self).__name__,
             "model": str(self.spec),
@@ -173,9 +173,9 @@ ONE_MEMORY = "on a CPU device and host memory are one"
 
 
 class SharedDevice:
-    """Decides before each stage who leaves the device and who comes back, where `info.share_memory` asks for it.
+    """Decides before each stage which roles leave the device and which come back, if `info.share_memory` asks for it.
 
-    Only what is needed moves: a stage of the role that was at work last moves nothing, and so does one without a model,
+    Only what is needed moves: nothing moves for a stage of the role that worked last, or of a role without a model,
     such as a reward function. On a CPU nothing moves at all, and a span of 0 bytes says why.
     """
 
@@ -184,10 +184,10 @@ class SharedDevice:
         self._at_work = ""
 
     def turn_to(self, role: str, method: str = "") -> None:
-        """It is a role's turn, for one of its operations or to have its state read or written."""
+        """Prepare the device for a role's turn: for one of its operations, or to read or write its state."""
         if not self._info.share_memory or not self._workers[role].uses_device:
             return
-        with overlapping():  # what comes need not wait for what goes
+        with overlapping():  # loads need not wait for offloads
             if self._at_work != role:
                 self.clear_for(role)
             if self._info.offloads:
@@ -195,7 +195,7 @@ class SharedDevice:
                 self._workers[role].load(generates=operation is not None and operation.generates)
 
     def clear_for(self, role: str) -> None:
-        """Have all other roles leave the device for this one, which may still have to be loaded."""
+        """Offload all other roles for this role, which may still have to be loaded."""
         if self._info.share_memory and not self._info.offloads and self._at_work:
             now_s = self._recorder.now_s()
             self._recorder.add("offload", now_s, now_s, note=f"{self._at_work} stays: {ONE_MEMORY}")

@@ -1,4 +1,4 @@
-"""`wb.adapters`: environments and tools of other libraries, one file each. A library is imported where it is used."""
+"""`wb.adapters`: environments and tools of other libraries, one file each. Libraries are imported only on use."""
 
 from __future__ import annotations
 

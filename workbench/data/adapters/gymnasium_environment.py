@@ -1,4 +1,4 @@
-"""Gymnasium environments (https://gymnasium.farama.org) in which the policy acts by what it says."""
+"""Gymnasium environments (https://gymnasium.farama.org), in which the policy's turns name actions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUMBER = re.compile(r"-?\d+")
 
 
 class Gymnasium:
-    """An environment for conversations, made of one of Gymnasium.
+    """An environment for conversations that wraps a Gymnasium environment.
 
         rows = [{"prompt": "Reach G. Say left, down, right or up.", "seed": n} for n in range(100)]
         lake = wb.adapters.Gymnasium("FrozenLake-v1", actions=["left", "down", "right", "up"], render_mode="ansi")
         lab.actor.generate_sequences(batch, environment=lake, max_turns=30)
 
     make: the id of a registered environment, or a function that makes one. options: for `gymnasium.make`.
-    actions: what the actions 0, 1, ... of a discrete space are called; the last of these words in a turn is taken.
-        None: the last whole number in a turn. In a space of texts the turn is the action.
-    show: what the model is told of an observation; None: what `render()` gives with render_mode="ansi", else its text.
-    wrong_reward: of a turn that names no action, which is told to the model.
+    actions: the names of the actions 0, 1, ... of a discrete space; the last of these words in a turn is the action.
+        None: the last whole number in a turn is the action. In a space of texts, the whole turn is the action.
+    show: turns an observation into the model's text; None: `render()` if render_mode="ansi", else `str`.
+    wrong_reward: the reward of a turn that names no action; the model is told about the error.
 
-    The prompt is the row's `prompt` and the first observation. `reset` is given the row's column `seed`, a whole
-    number: samples of one prompt have to begin alike where they are each other's baseline.
+    The prompt is the row's `prompt` and the first observation. `reset` gets the row's column `seed`, a whole number:
+    samples of one prompt must begin in the same state if they are each other's baseline.
     """
 
     @checked_call("wb.adapters.Gymnasium")
@@ -50,7 +50,7 @@ class Gymnasium:
         self.actions, self.show, self.wrong_reward = actions, show, wrong_reward
 
     def __workbench_needs__(self) -> None:
-        """Raise where Gymnasium is missing, see `workbench.support.calls.needs`."""
+        """Raise `MissingDependency` without Gymnasium, see `workbench.support.calls.needs`."""
         try:
             import gymnasium as _  # noqa: F401 (tried)
         except ImportError:
@@ -65,7 +65,7 @@ class Gymnasium:
 
 
 class GymnasiumConversation:
-    """The environment of one sample."""
+    """The environment of one sample, with a Gymnasium environment of its own."""
 
     def __init__(self, settings: Gymnasium) -> None:
         import gymnasium
@@ -99,7 +99,7 @@ class GymnasiumConversation:
         return str(observation)
 
     def _action(self, said: str) -> Any:
-        """The action that a turn names. `ValueError`, which the model is told, where it names none."""
+        """Return the action that a turn names. Raises `ValueError`, with a text for the model, if it names none."""
         from gymnasium.spaces import Discrete, Text
 
         if isinstance(self._space, Text):

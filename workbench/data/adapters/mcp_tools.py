@@ -1,10 +1,10 @@
-"""Tools of an MCP server that talks over stdin and stdout (https://modelcontextprotocol.io), for `wb.Tools`.
+"""Tools of an MCP server that communicates over stdin and stdout (https://modelcontextprotocol.io), for `wb.Tools`.
 
     tools = wb.adapters.mcp_tools(["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"])
     lab.actor.generate_sequences(batch, environment=wb.Tools(tools))
 
-The server is started here to ask for its tools, and ended; then once in each process that makes calls, for all
-conversations there. It ends with the rollout.
+The server is started in this process to list its tools, and ended; then it is started once in each process that makes
+calls, for all conversations there. It ends with the rollout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 T = TypeVar("T")
-ASKING_S = 60.0  # for a server that is started to ask for its tools
+ASKING_S = 60.0  # the time limit for starting a server and listing its tools
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Server:
     environment: tuple[tuple[str, str], ...] = ()
 
     def client(self) -> Client:
-        """A connection, which is open inside `async with`. What the server writes to stderr goes to that of the
-        process: a notebook's is no file."""
+        """Return a connection, which is open inside `async with`. The server's stderr goes to the stderr of the
+        process, because a notebook's `sys.stderr` is no file."""
         try:
             from mcp import Client, StdioServerParameters
             from mcp.client.stdio import stdio_client
@@ -52,13 +52,13 @@ class Server:
 def mcp_tools(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, only: Sequence[str] | None = None
 ) -> list[Tool]:
-    """The tools of an MCP server, as `wb.Tools` takes them.
+    """Return the tools of an MCP server, for `wb.Tools`.
 
-    command: starts the server. environment: variables that it gets beside the usual ones (PATH, HOME and the like).
-    only: names of the tools that are wanted; None: all. The server checks the arguments of calls; what it calls an
-    error is told to the model as one.
-    Raises `MissingDependency` without the package mcp, `BadInput` for a server that does not start, or has none of
-    these tools.
+    command: starts the server. environment: variables that the server gets besides the usual ones (PATH, HOME and the
+    like). only: the names of the wanted tools; None: all tools. The server checks the arguments of calls; the model is
+    told about errors that the server reports.
+    Raises `MissingDependency` without the package mcp, `BadInput` for a server that does not start, or lacks a wanted
+    tool.
     """
     if not command:
         raise BadInput("command=[]", "starts the server", "write ['python', 'server.py']")
@@ -95,7 +95,7 @@ def mcp_tools(
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, also where the caller has an event loop, as a notebook does."""
+    """Return the result of a coroutine, even if the caller runs an event loop, like a notebook."""
     import concurrent.futures
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -114,8 +114,8 @@ _open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, Connect
 
 
 class Connection:
-    """A server that is kept open for the calls of an event loop. One task opens it and closes it: the client asks for
-    that."""
+    """A server that is kept running for the calls of an event loop. One task opens and closes the client, because the
+    client requires the same task for both."""
 
     def __init__(self, server: Server) -> None:
         self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -126,7 +126,7 @@ class Connection:
         try:
             async with server.client() as client:
                 self.client.set_result(client)
-                await self.lost.wait()  # or until the loop ends its tasks
+                await self.lost.wait()  # or until the event loop cancels its tasks
         except Exception as error:
             if self.client.done():
                 raise
@@ -135,20 +135,20 @@ class Connection:
             self.lost.set()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """The result of a call, where the server runs. One that has ended meanwhile is lost."""
+        """Return the result of a tool call. Marks the connection as lost if the server has ended."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
         try:
             return await self.client.result().call_tool(name, dict(arguments))
         except MCPError as error:
-            if (error.code, error.message) == (CONNECTION_CLOSED, "Connection closed"):  # a server may use the code
+            if (error.code, error.message) == (CONNECTION_CLOSED, "Connection closed"):  # servers may use the code, too
                 self.lost.set()
             raise
 
 
 async def _connected(server: Server) -> Connection:
-    """A connection with a server that runs."""
+    """Return a connection with a running server; start the server if necessary."""
     connections = _open.setdefault(asyncio.get_running_loop(), {})
     if server not in connections or connections[server].lost.is_set():
         connections[server] = Connection(server)
@@ -157,7 +157,7 @@ async def _connected(server: Server) -> Connection:
 
 
 async def _call(server: Server, name: str, /, **arguments: Any) -> str:
-    """The text of a call's result."""
+    """Call a tool; return the text of its result."""
     result = await (await _connected(server)).call(name, arguments)
     text = "\n".join(part.text for part in result.content if part.type == "text")
     if result.is_error:

@@ -12,21 +12,21 @@ from workbench.support.checked_calls import checked_call
 if TYPE_CHECKING:
     from workbench.models.turn_messages import Message
 
-ABOUT = ("done", "reward", "metadata")  # fields of an observation that are not what was observed
+ABOUT = ("done", "reward", "metadata")  # fields of an observation that are not shown to the model
 
 
 class OpenEnv:
-    """An environment for conversations on an OpenEnv server that runs.
+    """An environment for conversations on a running OpenEnv server.
 
         echo = wb.adapters.OpenEnv("http://localhost:8000", action="message")
         lab.actor.generate_sequences(batch, environment=echo, max_turns=8)
 
-    url: of the server; it needs room for as many sessions as conversations are open (`most_open`).
-    action: the field of an action that gets the text of a turn; or a function of that text, which gives the action as a
-        dict and raises `ValueError` for a text that is none: the model is told what it says, and the turn has reward 0.
-    show: what the model is told of an observation, a dict; None: its only field that is a text, else all as JSON.
+    url: the server's address; the server must allow as many sessions as open conversations (`most_open`).
+    action: the action's field for the text of a turn; or a function of that text that returns the action as a dict. It
+        raises `ValueError` for a text that is no action: the model is told the error, and the turn has reward 0.
+    show: turns an observation, a dict, into the model's text; None: its only text field, else all fields as JSON.
 
-    The prompt is the row's `prompt` and the first observation. A column `seed` of the row goes to the server's reset.
+    The prompt is the row's `prompt` and the first observation. The server's reset gets the row's column `seed`, if any.
     """
 
     @checked_call("wb.adapters.OpenEnv")
@@ -40,7 +40,7 @@ class OpenEnv:
         self.url, self.action, self.show = url, action, show
 
     def __workbench_needs__(self) -> None:
-        """Raise where OpenEnv is missing, see `workbench.support.calls.needs`."""
+        """Raise `MissingDependency` without OpenEnv, see `workbench.support.calls.needs`."""
         try:
             from openenv.core import generic_client as _  # noqa: F401 (tried)
         except ImportError as error:
@@ -57,7 +57,7 @@ class OpenEnv:
 
 
 class OpenEnvConversation:
-    """The session of one sample."""
+    """The environment of one sample, with a server session of its own."""
 
     def __init__(self, settings: OpenEnv) -> None:
         from openenv.core.generic_client import GenericEnvClient

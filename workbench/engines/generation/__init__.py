@@ -32,13 +32,13 @@ def make_generation_engine(
     lora: LoRA | None = None,
     float32_head: bool = False,
 ) -> GenerationEngine:
-    """The engine that `settings.engine` names, for the model `name`.
+    """Make the engine that `settings.engine` names, for the model `name`.
 
-    trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
-    sync moves nothing. None where the trainer's weights are sharded.
-    sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU. lora: of the trainer's
-    adapter, which an engine with weights of its own holds beside the model. float32_head: whether the trainer computes
-    logits in fp32, for a copy that transformers runs.
+    trainer: the module being trained, if it holds whole weights: transformers then samples from it directly, and a sync
+    moves nothing. None if the trainer's weights are sharded.
+    sleeps: whether `sleep` will be called. cache_bytes: of vLLM's key-value cache on a GPU. lora: the trainer's adapter
+    settings; an engine with weights of its own holds the adapter beside the model. float32_head: whether the trainer
+    computes logits in fp32, for a copy that transformers runs.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
@@ -57,7 +57,7 @@ def make_generation_engine(
     from workbench.engines.generation.transformers_engine import TransformersEngine
 
     if trainer is not None:
-        stored = {parameter.dtype for parameter in trainer.parameters()}  # of an adapter and what it changes: two
+        stored = {parameter.dtype for parameter in trainer.parameters()}  # an adapter and its model: two dtypes
         autocast = dtype if dtype != torch.float32 and stored != {dtype} else None
         return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
     from workbench.models.loading import load_causal_lm
@@ -67,6 +67,6 @@ def make_generation_engine(
     if float32_head:
         compute_in_float32(model)
     if lora is not None:
-        add_lora(model, replace(lora, alpha=lora.rank), 0)  # B comes scaled
+        add_lora(model, replace(lora, alpha=lora.rank), 0)  # B arrives scaled
         model.eval()
     return TransformersEngine(model, tokenizer, settings, owns_model=True, takes_adapter=lora is not None)

@@ -1,6 +1,6 @@
-"""What the actor asks of a generation engine, and nothing else.
+"""The interface of generation engines: all that the actor requires of an engine.
 
-Where responses end: how much room each has, which tokens and strings end it. The same for every engine.
+Also where responses end: how much room each response has, and which tokens and strings end it, alike for every engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.models.loading import longest_sequence
+from workbench.models.loading import longest_sequence, rope_of
 from workbench.models.tokenizers import turn_end
 from workbench.settings.engines import Generation, Sampling
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
+# What ended a response: the end-of-sequence token; a stop string or stop token; or the limit of tokens.
 Ending = Literal["eos", "stop", "length"]
 
 
 def response_room(row: int, prompt_ids: Sequence[int], most: int, settings: Generation, vocab_size: int) -> int:
-    """Most tokens of a response that may have `most`. Raises `BadInput`, with the row, for a prompt that cannot be."""
+    """Return a response's most tokens, at most `most`. Raises `BadInput`, with the row, for an invalid prompt."""
     if not len(prompt_ids):
         raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")
     if len(prompt_ids) >= settings.max_model_tokens:
@@ -41,7 +41,7 @@ def response_room(row: int, prompt_ids: Sequence[int], most: int, settings: Gene
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> None:
-    """Raise `BadInput` unless all ids are the model's."""
+    """Raise `BadInput` unless all ids are in the model's vocabulary."""
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise BadInput(
             f"{what} holds a token id outside 0..{vocab_size - 1}",
@@ -59,11 +59,17 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
             f"{model} was built for {positions} positions",
             f"give max_model_tokens={positions} or less",
         )
+    if settings.engine == "vllm" and rope_of(config).get("rope_type") == "dynamic":
+        raise BadInput(
+            f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
+            "vLLM scales all rows, transformers only rows longer than the original positions",
+            "use engine='transformers'",
+        )
 
 
 def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a response: the tokenizer's EOS token, the end of a turn in its chat template, and those of the
-    model's generation config."""
+    """Return the ids that end a response: the tokenizer's EOS token, the end of a turn in its chat template, and those
+    in the model's generation config."""
     ids = generation_config.eos_token_id
     listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id), turn_end(tokenizer)]
@@ -71,11 +77,11 @@ def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) ->
 
 
 class Endings:
-    """Says what, if anything, has ended a growing response.
+    """Decides whether a growing response has ended, and how.
 
-    token_ids: all tokens at which a response ends. strings: whether strings end it, too. tail: how many of a response's
-    newest tokens are searched. A token has at least one byte, so as many tokens as the longest stop string has bytes
-    hold it; a few more are for decoders that treat their first token in a special way.
+    token_ids: all tokens at which a response ends. strings: whether strings end responses, too. tail: how many of a
+    response's newest tokens are searched. A token has at least one byte, so a stop string of n bytes spans at most n
+    tokens; a few more are for decoders that treat their first token specially.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
@@ -87,14 +93,14 @@ class Endings:
         self.tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
 
     def with_strings(self, stop: tuple[str, ...]) -> Endings:
-        """The same with other strings."""
+        """Return the same endings with other stop strings."""
         if stop == self._stop:
             return self
         return Endings(self._tokenizer, replace(self._sampling, stop=stop), self._given_eos_ids)
 
     def of(self, newest_ids: Sequence[int], length: int) -> Ending | None:
-        """What the newest token has ended a response of `length` tokens with; a stop string may contain special tokens.
-        newest_ids: at least the last `tail` of them, or all."""
+        """Return how the newest token has ended a response of `length` tokens, or None; a stop string may contain
+        special tokens. newest_ids: at least its last `tail` tokens, or all."""
         if length <= self._least:
             return None
         if newest_ids[-1] in self.token_ids:
@@ -102,13 +108,13 @@ class Endings:
         if not self.strings or not self._may_close(newest_ids[-1]):
             return None
         before, text = (self._text(ids) for ids in (newest_ids[-self.tail : -1], newest_ids[-self.tail :]))
-        # characters from before the newest token; an incomplete one at their end is decoded again with it
+        # characters that precede the newest token; an incomplete one at their end is decoded again with it
         old = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
         return "stop" if any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stop) else None
 
     def _may_close(self, token: int) -> bool:
-        """Whether a stop string can end in this token's text. The token is decoded behind another one, as some decoders
-        treat the first one in a special way; a part of a character may end any string."""
+        """Return whether a stop string can end in this token's text. The token is decoded after another one, as some
+        decoders treat the first one specially; a part of a character may end any string."""
         known = self._closes.get(token)
         if known is None:
             text = self._text([token, token])
@@ -126,9 +132,9 @@ Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens mad
 class Rollout:
     """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
 
-    The end-of-sequence token or stop that ended a response is its last part. `endings[i]` is "length" for a response
-    cut at max_new_tokens (or at the model's longest sequence). `sets[i][t]`: with `Sampling.keep_mask` the tokens that
-    could be drawn in the place of `response_ids[i][t]`, none where all could; else None.
+    The end-of-sequence token or stop that ended a response is part of it. `endings[i]` is "length" for a response cut
+    at max_new_tokens (or at the model's longest sequence). `sets[i][t]`: with `Sampling.keep_mask`, the tokens that
+    could be drawn in the place of `response_ids[i][t]`, empty if all could; without it `sets` is None.
     """
 
     response_ids: list[list[int]]
@@ -143,7 +149,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """The response to a row of a `Decoding`; its parts are those of a `Rollout`."""
+    """The response to a row of a `Decoding`; its fields are those of a `Rollout`."""
 
     row: int
     ids: list[int]
@@ -153,9 +159,9 @@ class Response:
 
 
 class Decoding(ABC):
-    """Rows that are decoded together: each ends by itself, and others may be added at any time.
+    """Rows that are decoded together: each row ends by itself, and others may be added at any time.
 
-    open: rows that were added and have not ended. tokens: made so far, in all rows.
+    open: number of rows that were added and have not ended. tokens: made so far, in all rows.
     """
 
     open: int
@@ -173,11 +179,11 @@ class Decoding(ABC):
         stop: tuple[str, ...] | None = None,
         begun: Sequence[int] = (),
     ) -> None:
-        """Add a row, under a number that none of the open ones has. Raises `BadInput` for a prompt that cannot be.
+        """Add a row, under a number that no open row has. Raises `BadInput` for an invalid prompt.
 
-        What it draws depends on its prompt and its `seed`, not on when it comes. room: most tokens that are drawn.
-        stop: strings that end it, in place of those of `Sampling`. begun: what the response has already; its `ids` are
-        with them, its `log_probs` those of the tokens that are drawn.
+        The row's tokens depend on its prompt and `seed`, not on when it is added. room: most tokens to draw. stop:
+        strings that end it, in place of those of `Sampling`. begun: tokens that the response has already; the result's
+        `ids` include them, its `log_probs` are of the drawn tokens only.
         """
         room = response_room(row, [*prompt_ids, *begun], room, self._settings, self._vocab_size)
         self._add(row, prompt_ids, seed, room, self._ends if stop is None else self._ends.with_strings(stop), begun)
@@ -186,19 +192,19 @@ class Decoding(ABC):
     def _add(
         self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
     ) -> None:
-        """`add` of a row that is checked. ends: what ends it; its token ids are those of all rows."""
+        """Add a row that has been checked. ends: decides where the row ends; its token ids are those of all rows."""
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Make the next token of the rows that are decoded; the responses that have ended with it."""
+        """Make the next token of the rows in the batch; return the responses that have ended with it."""
 
 
 class GenerationEngine(ABC):
-    """Draws responses from the newest weights it was given.
+    """Draws responses with the newest weights that it was given.
 
-    weights_version: of the last `update_weights`; -1 after one that failed, and after `sleep`, until the next succeeds.
-    takes_adapter: whether that takes the weights of an adapter, as `TrainingEngine.scaled_adapter` names them, and
-    nothing else: the model beside it is that of the files.
+    weights_version: of the last `update_weights`; -1 after a failed update, and after `sleep`, until the next one
+    succeeds. takes_adapter: whether `update_weights` takes only an adapter's weights, named as by
+    `TrainingEngine.scaled_adapter`: the model beside the adapter is read from the files.
     """
 
     weights_version: int
@@ -219,12 +225,12 @@ class GenerationEngine(ABC):
         pause_after: int | None = None,
         keep_cache: bool = False,
     ) -> Rollout:
-        """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
+        """Draw one response per prompt. Row i uses its own random stream `seeds[i]`: neither rank nor order matters.
 
-        begun: what each response has already, see `Decoding.add`; None: nothing is drawn for this row. pause_after:
-        most tokens that are drawn for a row. keep_cache: see `decoding`.
+        begun: tokens that each response has already, see `Decoding.add`; None: nothing is drawn for this row.
+        pause_after: most tokens to draw per row. keep_cache: see `decoding`.
 
-        Where `progress` raises, all rows are given up.
+        If `progress` raises, all rows are dropped.
         """
         if len(seeds) != len(prompt_ids):
             raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
@@ -250,11 +256,11 @@ class GenerationEngine(ABC):
         )
 
     def decoding(self, sampling: Sampling, *, keep_cache: bool = False) -> AbstractContextManager[Decoding]:
-        """Decode rows that are not all known beforehand; at the end, those that are open are given up.
+        """Decode rows that need not all be known in advance; rows that are open at the end are dropped.
 
-        What is computed for a row may be used again for one that continues it. keep_cache: also what was computed in
-        earlier decodings, with the weights of then; only vLLM has it. Every rank of a tensor group adds the
-        same rows, before the same steps.
+        Computation for a row may be reused for a row that continues it. keep_cache: reuse also the cache of earlier
+        decodings, computed with older weights; only vLLM has it. Every rank of a tensor group adds the same rows,
+        before the same steps.
         """
         self._require_weights()
         if sampling.token_ids:
@@ -262,7 +268,7 @@ class GenerationEngine(ABC):
         return self._decoding(sampling, Endings(self._tokenizer, sampling, self._end_ids), keep_cache)
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
-        """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
+        """Return log softmax(logits) of token_ids[1:] given the tokens before each, fp32 [len - 1], temperature 1."""
         self._require_weights()
         if not 2 <= len(token_ids) <= self._settings.max_model_tokens:
             raise BadInput(
@@ -275,45 +281,45 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def _decoding(self, sampling: Sampling, ends: Endings, keep_cache: bool) -> AbstractContextManager[Decoding]:
-        """`decoding` of an engine that has its weights."""
+        """Implement `decoding` for an engine that has its weights."""
 
     @abstractmethod
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
-        """`log_probs` of tokens that are checked."""
+        """Implement `log_probs` for tokens that have been checked."""
 
     @abstractmethod
     def update_weights(
         self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
     ) -> int:
-        """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
+        """Take new weights (transformers' names) in place, drop stale caches, return the bytes taken.
 
-        Each in the shape of the whole weight. A rank of a tensor group reads only its own slices of it: the rest may be
-        uninitialised memory. partial: only layers come in which something changed, each with all of its weights. After
-        an error, that of the iterator included, weights are mixed; a complete update repairs them.
+        Each weight comes in its whole shape. A rank of a tensor group reads only its own slices of it: the rest may be
+        uninitialised memory. partial: only layers with changes come, each with all of its weights. After an error,
+        including one of the iterator, weights are mixed; a complete update repairs them.
         """
 
     def live_weights(self) -> dict[str, Tensor]:
-        """The tensors that the engine computes with, all by transformers' names, where it takes new weights by writing
-        into them and does nothing else: who writes there himself ends with an empty partial `update_weights`. Empty
-        where it keeps some in another form, or has none now."""
+        """Return the tensors with which the engine computes, all by transformers' names, if it needs nothing but new
+        values in them: a caller that writes into them then calls `update_weights` with no weights and partial=True.
+        Empty if the engine keeps some weights in another form, or has none now."""
         return {}
 
     def readable_weights(self) -> Mapping[str, Tensor]:
-        """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,
-        packed or cut. A vocabulary matrix may have rows of padding at its end."""
+        """Return the weights that can be read in place, live, by transformers' names: not those that an engine has
+        fused, packed or cut. A vocabulary matrix may have rows of padding at its end."""
         return {}
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether `sleep` freed its weights, and no `update_weights` came since."""
+        """Whether `sleep` freed the weights, and no `update_weights` followed."""
         return False
 
     def sleep(self) -> int:
-        """Free weights and key-value cache on the device, without a copy of either; bytes freed.
+        """Free weights and key-value cache on the device, without a copy of either; return the freed bytes.
 
         The next sync brings every weight, and a cache of other weights is useless. `update_weights` allocates the
-        weights again, generating or scoring the cache. An engine that has nothing of its own to free, or cannot,
-        returns 0.
+        weights again; generating or scoring allocates the cache. An engine that has nothing of its own to free, or
+        cannot free it, returns 0.
         """
         return 0
 
@@ -327,8 +333,8 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that live on this rank's device: {"weights": .., "kv_cache": ..}."""
+        """Return the bytes on this rank's device: {"weights": .., "kv_cache": ..}."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine; the process groups of the process stay."""
+        """Free the engine; the process's process groups stay."""

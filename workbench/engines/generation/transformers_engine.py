@@ -1,14 +1,14 @@
-"""Generation with transformers alone: over the trainer's own module, or over a copy.
+"""Generation with transformers alone: with the trainer's own module, or with a copy.
 
-Rows decoded by a model of transformers: its forward pass and key-value cache, in a batch that rows join and leave.
+A transformers model decodes rows, with its forward pass and key-value cache, in a batch that rows join and leave.
 
 `model.generate` decodes a batch from its beginning to the end of its longest row. Here a row leaves when it has ended,
-and others take its place, as in vLLM.
+and other rows take its place, as in vLLM.
 
 Shapes: B rows, T positions, V vocabulary; keys and values are [B, heads, T, width].
 
-The distribution that `Sampling` describes, from the logits of transformers' models, as vLLM computes it; and tokens
-drawn from it, for each row from a random stream of its own.
+The module also computes the distribution that `Sampling` describes, from the logits, as vLLM does, and draws tokens
+from it, each row from its own random stream.
 
 transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend on
 the other rows of its batch; it has no penalties for presence and frequency.
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-BLOCK = 256  # about sqrt(V): a row then draws N + K random numbers a token instead of V
-SMALLEST = 1e-300  # keeps a noise of exactly 0 from dividing 0 by 0
+BLOCK = 256  # about sqrt(V): a row then draws N + K random numbers per token instead of V
+SMALLEST = 1e-300  # keeps noise of exactly 0 from dividing 0 by 0
 
 
 class Distribution:
-    """Logits in, the logits that a token is drawn from out. end_ids: tokens that end a response."""
+    """Turns a model's logits into the logits from which a token is drawn. end_ids: tokens that end a response."""
 
     def __init__(self, sampling: Sampling, end_ids: Collection[int]) -> None:
         self._sampling, self._end_ids, self._bias = sampling, sorted(end_ids), sampling.logit_bias or {}
@@ -79,7 +79,7 @@ class Distribution:
         self._warpers: list[Any] = warpers
 
     def of(self, logits_BV: Tensor, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
-        """fp32 [B, V]; the tokens of each row so far are those of its prompt and of its response."""
+        """Return fp32 logits [B, V]. prompts, responses: each row's token ids so far."""
         scores_BV = logits_BV.to(torch.float32, copy=True)
         for token, bias in self._bias.items():
             scores_BV[:, token] += bias
@@ -95,7 +95,7 @@ class Distribution:
     def _penalized(
         self, scores_BV: Tensor, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Repetition, frequency and presence penalties, see `Sampling`."""
+        """Apply repetition, frequency and presence penalties, see `Sampling`."""
         prompt_BV, counts_BV = (_counted(rows, scores_BV) for rows in (prompts, responses))
         repetition = self._sampling.repetition_penalty
         penalized_BV = torch.where(scores_BV > 0, scores_BV / repetition, scores_BV * repetition)
@@ -105,14 +105,14 @@ class Distribution:
 
 
 def _counted(rows: Iterable[Sequence[int]], like_BV: Tensor) -> Tensor:
-    """How often each token stands in each row, [B, V]."""
+    """Count how often each token is in each row, [B, V]."""
     places = [(row, token) for row, ids in enumerate(rows) for token in ids]
     at = torch.tensor(places, dtype=torch.long, device=like_BV.device).reshape(-1, 2).unbind(1)
     return torch.zeros_like(like_BV).index_put_(at, like_BV.new_ones(()), accumulate=True)
 
 
 def exponential_noise(seeds: Sequence[int], steps: Sequence[int], count: int) -> Tensor:
-    """Exp(1) numbers, fp64 [B, count]; row b depends on (seeds[b], steps[b]) alone, through a counter-based
+    """Return Exp(1) numbers, fp64 [B, count]; row b depends on (seeds[b], steps[b]) alone, by a counter-based
     generator."""
     rows = [
         np.random.Generator(np.random.Philox(key=(step << 64) | (int(seed) % 2**64))).standard_exponential(count)
@@ -122,12 +122,12 @@ def exponential_noise(seeds: Sequence[int], steps: Sequence[int], count: int) ->
 
 
 def draw(probs_BV: Tensor, seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """One token a row from the distributions `probs_BV`, exactly: token ids [B]. steps: tokens that each has drawn.
+    """Draw one token per row from the distributions `probs_BV`, exactly: token ids [B]. steps: tokens drawn by each.
 
     The index of the largest p_i / e_i with e_i ~ Exp(1) has distribution p (the exponential race, also known as the
-    Gumbel-max trick). It is run twice, over the blocks of a row by their mass and then inside the winning block.
-    Unlike an inverse of the cumulative distribution, a rounding error of the probabilities moves a choice only with
-    about the probability of that error, so that a row is drawn alike in whatever batch it is computed.
+    Gumbel-max trick). It is run twice, over the blocks of a row by their mass and then inside the winning block. Unlike
+    in an inverse of the cumulative distribution, a rounding error of the probabilities changes a choice only with about
+    that error's probability, so that a row draws alike in any batch.
     """
     B, V = probs_BV.shape
     if V % BLOCK:
@@ -140,7 +140,7 @@ def draw(probs_BV: Tensor, seeds: Sequence[int], steps: Sequence[int]) -> Tensor
     return block_B * BLOCK + (inside_BK / noise[:, N:]).argmax(-1)
 
 
-JOIN = 8  # rows wait until an eighth of the batch is free: each forward pass of prompts holds up all others
+JOIN = 8  # rows wait until an eighth of the batch is free: each forward pass of prompts delays all other rows
 
 
 @dataclass
@@ -156,12 +156,12 @@ class _Row:
 
     @property
     def read(self) -> list[int]:
-        """What the model reads before it draws the next token."""
+        """The tokens that the model reads before it draws the next one."""
         return [*self.prompt_ids, *self.ids]
 
 
 class TransformersDecoding(Decoding):
-    """See the base class. autocast: what the model computes under."""
+    """See the base class. autocast: makes the context in which the model computes."""
 
     def __init__(
         self,
@@ -179,10 +179,10 @@ class TransformersDecoding(Decoding):
         takes = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._takes_positions = "position_ids" in takes
-        self._waiting: list[tuple[int, int, _Row]] = []  # a heap: the shortest prompt first, of equals the first
+        self._waiting: list[tuple[int, int, _Row]] = []  # a heap: shortest prompts first, of equal ones the first added
         self._added = 0
         self._rows: list[_Row] = []  # of the batch
-        self._cache: Any = DynamicCache()  # of their tokens but the newest, to the right of padding
+        self._cache: Any = DynamicCache()  # of all their tokens but the newest, to the right of padding
         self._mask_BT = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # 0 on padding
 
     @property
@@ -201,20 +201,20 @@ class TransformersDecoding(Decoding):
         logits = [self._next()] if self._rows else []
         free = self._most - len(self._rows)
         if self._waiting and free >= min(len(self._waiting), max(1, self._most // JOIN)):
-            count = min(free, len(self._waiting))  # they are padded to the longest of those that join
+            count = min(free, len(self._waiting))  # they are padded to the longest joining row
             logits.append(self._join([heapq.heappop(self._waiting)[2] for _ in range(count)]))
         if logits:
             self._draw(torch.cat(logits))
         return self._leave()
 
     def _next(self) -> Tensor:
-        """The logits after the newest token of each row, [B, V]."""
+        """Return the logits after the newest token of each row, [B, V]."""
         newest = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._mask_BT.device)
         self._mask_BT = F.pad(self._mask_BT, (0, 1), value=1)
         return self._forward(newest, self._mask_BT, self._cache)
 
     def _join(self, rows: list[_Row]) -> Tensor:
-        """Take rows into the batch; the logits after their prompts, [B, V]."""
+        """Take rows into the batch; return the logits after their prompts, [B, V]."""
         read, device = [row.read for row in rows], self._mask_BT.device
         width = max(len(one) for one in read)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -248,7 +248,7 @@ class TransformersDecoding(Decoding):
         return logits_BV
 
     def _draw(self, logits_BV: Tensor) -> None:
-        """The next token of each row, with its log-probability."""
+        """Draw the next token of each row, with its log-probability."""
         rows = self._rows
         scores_BV = self._distribution.of(logits_BV, [row.prompt_ids for row in rows], [row.ids for row in rows])
         probs_BV = scores_BV.softmax(dim=-1)
@@ -260,7 +260,7 @@ class TransformersDecoding(Decoding):
         for row, token, log_prob in zip(rows, tokens_B.tolist(), log_probs_B.tolist(), strict=True):
             row.ids.append(token)
             row.log_probs.append(log_prob)
-        if self._keeps_sets:  # none where all tokens could be drawn
+        if self._keeps_sets:  # an empty set means all tokens
             kept = torch.isfinite(scores_BV).cpu()
             kept &= ~kept.all(-1, keepdim=True)
             for row, ids in zip(rows, kept.nonzero()[:, 1].split(kept.sum(-1).tolist()), strict=True):
@@ -268,7 +268,7 @@ class TransformersDecoding(Decoding):
         self.tokens += len(rows)
 
     def _leave(self) -> list[Response]:
-        """Take the rows that have ended out of the batch, and the padding that only they needed the others to have."""
+        """Remove the rows that have ended from the batch, and the padding that only they required."""
         ended, stay = list[Response](), list[int]()
         for i, row in enumerate(self._rows):
             ending = row.ends.of(row.ids[-row.ends.tail :], len(row.ids))
@@ -294,7 +294,7 @@ class TransformersDecoding(Decoding):
 
 
 def _stacked(a: Tensor, b: Tensor, *, last: int) -> Tensor:
-    """Two batches as one, that of fewer positions padded at its beginning. last: axes from that of positions on."""
+    """Join two batches; the one with fewer positions is padded at its beginning. last: axes from positions on."""
     width = max(a.shape[-last], b.shape[-last])
     return torch.cat([F.pad(x, (*(0, 0) * (last - 1), width - x.shape[-last], 0)) for x in (a, b)])
 
@@ -307,8 +307,8 @@ class TransformersEngine(GenerationEngine):
 
     model: in evaluation mode. With `owns_model=False` it is the trainer's live module, which has every new weight
     already: `update_weights` moves nothing, and the trainer's parameters must be on the device. With `owns_model=True`
-    it is a copy, and weights are copied in; with `takes_adapter=True` those of its adapter, beside which the model
-    stays as it is. autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
+    it is a copy, and weights are copied in; with `takes_adapter=True` only those of its adapter, while the model stays
+    unchanged. autocast_dtype: compute in this dtype under autocast, for a module with fp32 parameters.
     """
 
     def __init__(
@@ -361,10 +361,10 @@ class TransformersEngine(GenerationEngine):
     ) -> int:
         """See the base class. Raises `SyncError` when names do not match the model's."""
         taken = 0
-        self.weights_version = -1  # until every weight is there
+        self.weights_version = -1  # until every weight has arrived
         if self._owns_model:
             self._memory.give_back([WEIGHTS])
-            # One entry a tensor: tied weights have several names, and need only one of them.
+            # One entry per tensor: tied weights have several names, and need only one of them.
             mine = dict(self.readable_weights())
             missing = {id(parameter): name for name, parameter in mine.items()}
             for name, weight in named_weights:
@@ -397,7 +397,7 @@ class TransformersEngine(GenerationEngine):
         return dict(self._model.named_parameters(remove_duplicate=False)) if alone else {}
 
     def memory_bytes(self) -> dict[str, int]:
-        """The key-value cache lives only while a batch is decoded; a live module's weights are the trainer's."""
+        """Return bytes. The key-value cache exists only during decoding; a live module's weights are the trainer's."""
         here = self._owns_model and not self.lacks_weights
         own = sum(parameter.nbytes for parameter in self._model.parameters()) if here else 0
         return {"weights": own, "kv_cache": 0}
@@ -410,7 +410,7 @@ class TransformersEngine(GenerationEngine):
         if not self._owns_model or self.lacks_weights:
             return 0
         self.weights_version = -1
-        # no sync brings the model beside an adapter again
+        # keep the model beside an adapter: no sync brings it again
         return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self.takes_adapter)
 
     def close(self) -> None:

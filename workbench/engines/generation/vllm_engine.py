@@ -1,10 +1,10 @@
 """Generation with vLLM, inside the process that trains.
 
-Rows decoded by the core of a vLLM engine, without the layers above it.
+Rows are decoded by the core of a vLLM engine, without the layers above it.
 
 `LLMEngine.step` makes a request output, a completion output and a dictionary with a `Logprob` object for each token of
 each row. At 512 rows that takes as long as vLLM's scheduler, in the thread that launches the next step. The core's own
-outputs have ids as lists and log-probabilities as arrays, which are read here.
+outputs have ids as lists and log-probabilities as arrays; this module reads those.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from workbench.support.seeds import turn_seed
 from workbench.telemetry import span
 
 _numbers = itertools.count()
-# Likeliest tokens that are asked for beyond top_k: vLLM leaves all that are as likely as the k-th.
+# Likeliest tokens requested beyond top_k: vLLM keeps all tokens that are as likely as the k-th.
 TIES = 64
 
 
 class VllmDecoding(Decoding):
-    """Rows of an `LLMEngine`, which batches whatever is there. Rows that are open at the end are aborted.
+    """Rows of an `LLMEngine`, which batches all rows that it has. Rows that are open at the end are aborted.
 
-    adapter: what vLLM is asked for so that it computes with one. working: what it computes under. The prefix cache
-    starts empty unless it is kept: a result must not depend on earlier calls, and these may have had other weights. On
-    a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time only where it
+    adapter: vLLM's request for computing with an adapter. working: makes the context in which vLLM computes. The prefix
+    cache starts empty unless it is kept: a result must not depend on earlier calls, which may have had other weights.
+    On a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time only if it
     takes longer than a step.
     """
 
@@ -91,7 +91,7 @@ class VllmDecoding(Decoding):
     def __enter__(self) -> VllmDecoding:
         if not self._keep_cache and not self._engine.reset_prefix_cache():
             with self._working():
-                _abort(self._engine)  # what was cached with other weights must not stay
+                _abort(self._engine)  # nothing cached with other weights may stay
             if not self._engine.reset_prefix_cache():
                 raise RuntimeError("vLLM computes for rows of an earlier call")
         self._stack.enter_context(_live_objects_uncollected())
@@ -118,13 +118,13 @@ class VllmDecoding(Decoding):
             outputs = self._client.get_output().outputs
         for output in outputs:
             found = self._running.get(output.request_id)
-            if found is None:  # of a decoding that an exception has ended
+            if found is None:  # a row of a decoding that an exception has ended
                 continue
             response, ends = found
             new, ids = output.new_token_ids, response.ids
             ids += new
             self.tokens += len(new)
-            if new:  # the sampled token stands before the likeliest ones, which are asked for to keep a mask
+            if new:  # the sampled token comes before the likeliest ones, which are requested to keep a mask
                 response.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
                 if self._sampling.keeps_mask:
                     response.sets.extend(_sets(output.new_logprobs, self._vocab_size))
@@ -140,7 +140,7 @@ class VllmDecoding(Decoding):
 
 
 def _sets(logprobs: Any, vocabulary: int) -> list[list[int]]:
-    """The tokens that could be drawn at each place: those of the likeliest that have a probability."""
+    """Return the tokens that could be drawn at each position: the likeliest ones with a probability above 0."""
     ids, kept = logprobs.logprob_token_ids[:, 1:], np.isfinite(logprobs.logprobs[:, 1:])
     if kept[:, -1].any() and ids.shape[1] < vocabulary:
         raise StageError(
@@ -152,7 +152,7 @@ def _sets(logprobs: Any, vocabulary: int) -> list[list[int]]:
 
 
 def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -> str:
-    """Queue a row; its request id."""
+    """Queue a row; return its request id."""
     from vllm.inputs.engine import tokens_input
 
     name = f"row-{next(_numbers)}"
@@ -164,18 +164,18 @@ def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -
 
 
 def _abort(engine: Any) -> None:
-    """Leave no row in vLLM, as a call that broke off would."""
+    """Remove all rows from vLLM, such as those of a call that broke off."""
     core = engine.engine_core.engine_core
-    # of a step that broke off before its tokens were drawn: vLLM would refuse every later one
+    # state of a step that broke off before its tokens were drawn: vLLM would refuse every later step
     engine.model_executor.driver_worker.worker.model_runner.execute_model_state = None
     engine.engine_core.abort_requests(list(core.scheduler.requests))
-    # the step that was launched ahead for rows that have ended comes before weights or prefix cache change
-    while core.batch_queue:  # None where steps are not launched ahead
+    # finish the step that was launched ahead for ended rows, before weights or prefix cache change
+    while core.batch_queue:  # None if steps are not launched ahead
         core.step_fn()
 
 
 def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int, vocabulary: int) -> Any:
-    """vLLM's parameters of a row that may have `room` tokens."""
+    """Return vLLM's parameters for a row that may have `room` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -188,16 +188,16 @@ def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
         # A row's own stream costs nothing on a GPU: there a seed is a key of the counter-based noise that vLLM computes
-        # in any case (v1/worker/gpu/sample/gumbel.py; a row without one is given a random one), and the fused sampler
-        # that seeds rule out is ruled out by processed log-probabilities, too (sampler.py).
-        # On a CPU torch's generator reads 32 bits of a seed: spread all bits of ours over them.
+        # anyway (v1/worker/gpu/sample/gumbel.py; a row without a seed gets a random one), and the fused sampler, which
+        # seeds rule out, is also ruled out by processed log-probabilities (sampler.py).
+        # On a CPU torch's generator reads 32 bits of a seed: spread all bits of our seed over them.
         seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
         max_tokens=room,
-        # of the sampled token alone, or of all that could be drawn
+        # of the sampled token alone, or of all tokens that could be drawn
         logprobs=min(sampling.top_k + TIES, vocabulary) if sampling.keeps_mask else 0,
         min_tokens=min(sampling.min_new_tokens, room),
         stop_token_ids=sorted(end_ids),
-        ignore_eos=True,  # the ids above are all there are, in both engines
+        ignore_eos=True,  # the ids above are complete, in both engines
         detokenize=False,
     )
 
@@ -206,10 +206,10 @@ def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room
 def _live_objects_uncollected() -> Iterator[None]:
     """Exclude the objects that are alive now from garbage collection.
 
-    Tokens and requests are many small objects that stay alive. They make Python collect its oldest generation again and
-    again, and walk through all that a process with a trainer holds. New garbage is still collected.
+    Tokens and requests are many small objects that stay alive. They make Python collect its oldest generation
+    repeatedly, and walk through all objects of a process with a trainer. New garbage is still collected.
     """
-    if gc.get_freeze_count():  # the process has set objects aside for good
+    if gc.get_freeze_count():  # the process has frozen objects permanently
         yield
         return
     gc.freeze()
@@ -223,14 +223,14 @@ class VllmEngine(GenerationEngine):
     """One SPMD rank of a vLLM engine over the process's default group; consecutive ranks form a tensor group.
 
     Every rank of a tensor group must make the same calls with the same arguments. A process without a default group
-    gets one of world size 1. One engine a process at a time: `close()` it before making another.
+    gets one of world size 1. A process has one engine at a time: `close()` it before making another.
 
     model_path: folder with config, weights and tokenizer. dtype: of weights and cache. settings.tensor_parallel_size:
     ranks of a tensor group; it must divide the ranks of the default group. threads: computing threads on a CPU host
-    while the engine works (None: those of the process). sleeps: whether `sleep` will be used, for which vLLM allocates
-    weights and cache in a pool of their own. cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free
-    of `settings.gpu_memory_fraction`. lora: of the trainer's adapter, which the engine then holds beside the model.
-    Raises `BadInput` for a model, an adapter or a size that vLLM refuses.
+    while the engine works (None: the process's). sleeps: whether `sleep` will be called, for which vLLM allocates
+    weights and cache in separate pools. cache_bytes: of the key-value cache on a GPU; None: the memory that vLLM finds
+    free of `settings.gpu_memory_fraction`. lora: the trainer's adapter settings; the engine then holds the adapter
+    beside the model. Raises `BadInput` for a model, an adapter or a size that vLLM refuses.
     """
 
     def __init__(
@@ -257,11 +257,11 @@ class VllmEngine(GenerationEngine):
         else:
             self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
         self.weights_version = 0
-        # idle: it was not used since it was last sent to sleep, or on a CPU since it started
+        # idle: not used since it last slept, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
         self._lora, self.takes_adapter = lora, lora is not None
-        self._adapter: Any = None  # what rows are sent with, once there is an adapter
+        self._adapter: Any = None  # the request sent with rows, once there is an adapter
         starting = span("start", note="starting vLLM")
         with starting, computing_threads(threads), process_kept(device), exact_products(self._exact):
             if lora is not None and not takes_adapter(config, lora):
@@ -300,9 +300,9 @@ class VllmEngine(GenerationEngine):
         from vllm.inputs.engine import tokens_input
 
         self._wake("kv_cache")
-        # with a seed, as vLLM draws one from numpy's global generator else
+        # with a seed: otherwise vLLM draws one from numpy's global generator
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
-        with self._working():  # it reads nothing of the prefix cache, as nothing that asks for prompt_logprobs does
+        with self._working():  # requests with prompt_logprobs do not read the prefix cache
             try:
                 self._engine.add_request("0", tokens_input(list(token_ids)), params, lora_request=self._adapter)
                 outputs: list[Any] = []
@@ -335,14 +335,14 @@ class VllmEngine(GenerationEngine):
                 self._load_again(counted(), partial)
             else:
                 self._copies.run(counted(), partial)
-                if not self._on_cpu:  # the span of a sync ends when the copies have ended, not when they were asked for
+                if not self._on_cpu:  # the span of a sync must end when the copies have ended
                     torch.cuda.current_stream().synchronize()
         self.weights_version = version
         return taken
 
     def _load_again(self, weights: Iterator[tuple[str, Tensor]], partial: bool) -> None:
-        """vLLM's own reload; the first time it is also used to find a faster way, see `WeightCopies`. partial: layers
-        that do not come stay as they are, packed copies included."""
+        """Load weights by vLLM's own reload; the first reload also looks for a faster way, see `WeightCopies`. partial:
+        layers that do not come stay unchanged, packed copies included."""
         shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
         given, logger = list[str](), logging.getLogger("vllm.model_executor.model_loader.reload")
         level = logger.level
@@ -355,7 +355,7 @@ class VllmEngine(GenerationEngine):
                 yield name, weight
 
         try:
-            logger.setLevel(logging.ERROR if partial else level)  # it warns of every layer that stays
+            logger.setLevel(logging.ERROR if partial else level)  # it warns of every unchanged layer
             self._reload(noted())
         except BaseException:
             # vLLM keeps the weights of unfinished layers, and would add them to the next reload's.
@@ -368,7 +368,7 @@ class VllmEngine(GenerationEngine):
         if self._may_copy:
             self._may_copy = False
             (copies,) = self._engine.apply_model(lambda model: WeightCopies.recorded(model, shapes))
-            # the weights that vLLM has loaded are where the copies would put them
+            # use the copies if vLLM has put the weights where they would
             if copies is not None and copies.holds(sums):
                 self._copies = copies
 
@@ -401,7 +401,7 @@ class VllmEngine(GenerationEngine):
         return "weights" in self._asleep
 
     def sleep(self) -> int:
-        """See the base class. vLLM has no sleep mode on a CPU: then a span says so."""
+        """See the base class. vLLM cannot sleep on a CPU: then a span says so."""
         if self._idle:
             return 0
         self._idle = True
@@ -410,13 +410,13 @@ class VllmEngine(GenerationEngine):
                 return 0
         freed = sum(self.memory_bytes().values())
         with span("offload", bytes=freed, note="generation weights, generation kv_cache, freed"):
-            # level 1 copies the weights to host memory: those beside an adapter, which no sync brings again
+            # level 1 copies the weights to host memory: no sync brings those beside an adapter again
             self._engine.sleep(level=2 if self._lora is None else 1)
         self._asleep, self.weights_version = {"weights", "kv_cache"}, -1
         return freed
 
     def _wake(self, part: str) -> None:
-        """Allocate a part that was freed."""
+        """Allocate a freed part again."""
         self._idle = False
         if part in self._asleep:
             with span("load", note=f"room for generation {part}"):
@@ -430,24 +430,24 @@ class VllmEngine(GenerationEngine):
 
             core, asleep = self._engine.engine_core.engine_core, bool(self._asleep)
             self._engine = self._copies = None
-            LAYERWISE_INFO.clear()  # what a reload leaves in it of a layer holds the layer, and its weights
+            LAYERWISE_INFO.clear()  # its leftovers of a reload hold layers and their weights
             try:
-                if asleep:  # all of it: after the error below, what is still awake would not be released
+                if asleep:  # all pools: after the error below, awake ones would not be released
                     CuMemAllocator.instance.sleep(())
                 with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
                     core.shutdown()
             finally:
                 del core
                 gc.collect()
-                if CuMemAllocator.instance is not None:  # a pool may end only after the last tensor in it
+                if CuMemAllocator.instance is not None:  # a pool may end only after its last tensor
                     CuMemAllocator.instance.release_pools()
-                if asleep:  # vLLM unmaps it once more, and allocates nothing until the error has been reported
+                if asleep:  # vLLM unmaps it again, and allocates nothing until the error has been reported
                     with suppress(RuntimeError):
                         unmap_and_release((0, 0, 0, 0))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """While vLLM computes. What it has in its prefix cache is of earlier calls, and may be of other weights."""
+        """The context in which vLLM computes."""
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
@@ -459,7 +459,7 @@ class VllmEngine(GenerationEngine):
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
-    """Pack the head's new weights where it shares them with the embeddings.
+    """Pack the head's new weights again if it shares them with the embeddings.
 
     On CPU vLLM multiplies by a packed copy of each weight, made after loading. A reload packs only the layers whose
     weights were loaded by name; the shared tensor is loaded under the embeddings' name, and the head would keep the
@@ -475,17 +475,17 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def _readable(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that vLLM has under transformers' names; a packed one is left as an empty tensor."""
+    """Return the weights that vLLM holds under transformers' names, without packed ones (their tensors are empty)."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in named if parameter.numel()}
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as their sources. A layer's
-    function holds its copy; where vLLM packs nothing, as bf16 on some processors, it is a plain one."""
+    """Return the bytes of this rank's weights. Packed copies, which torch does not see, are as big as their sources. A
+    layer's function holds its copy in a closure; without packing, as for bf16 on some processors, it has none."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     plain = sum(parameter.nbytes for parameter in model.parameters())
     packed = [layer for layer in model.modules() if getattr(getattr(layer, "cpu_linear", None), "__closure__", None)]
-    sources = [get_layerwise_info(layer).restore_metadata[0] for layer in packed]  # a layer around another has none
+    sources = [get_layerwise_info(layer).restore_metadata[0] for layer in packed]  # a layer that wraps another has none
     return plain + sum(source["weight"].nbytes for source in sources if "weight" in source)

@@ -1,13 +1,13 @@
-"""How vLLM starts: arguments with which it starts soon, spans that show where its seconds go, and what keeps it from
-disturbing the process in which it runs beside a trainer.
+"""How vLLM starts: arguments with which it starts quickly, spans that show where its start-up time goes, and protection
+of the process in which it runs beside a trainer.
 
 vLLM expects a process of its own: it changes the environment, the random generators, the default process group and
 torch's thread setting.
 
-A low-rank adapter in a running vLLM engine: the sum W x + B A x is computed in the engine, as in the trainer.
+Also low-rank adapters in a running vLLM engine: the engine computes the sum W x + B A x, as the trainer does.
 
-Added to the weights, most of a small change would be lost where they are held in bfloat16: it is less than half of the
-last place of what it is added to. The adapter is given in memory, by vLLM's own classes; no file is written.
+If the adapter were added to weights in bfloat16, most of a small change would be lost: it is less than half of the last
+place of the weight. The adapter is given in memory, by vLLM's own classes; no file is written.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from workbench.support.replaced import replaced
 from workbench.support.surroundings import with_variables
 from workbench.telemetry import span
 
-NUMBER = 1  # of the one adapter, in vLLM's count
+NUMBER = 1  # vLLM's number of the one adapter
 NAME = "adapter"
 
 
 def takes_adapter(config: Any, lora: LoRA) -> bool:
-    """Whether vLLM can hold such an adapter beside a model of this configuration."""
+    """Return whether vLLM can hold such an adapter beside a model of this configuration."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
@@ -55,7 +55,7 @@ def takes_adapter(config: Any, lora: LoRA) -> bool:
 
 
 def start_arguments(lora: LoRA) -> dict[str, Any]:
-    """Arguments of an engine that holds one adapter; room for its rank is made in sizes that vLLM has kernels for."""
+    """Return arguments of an engine that holds one adapter, with room for the next rank for which vLLM has kernels."""
     from vllm.config.lora import MaxLoRARanks
 
     room = min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
@@ -63,14 +63,14 @@ def start_arguments(lora: LoRA) -> dict[str, Any]:
 
 
 def request() -> Any:
-    """What a row is sent with, so that it is computed with the adapter."""
+    """Return vLLM's request with which a row is computed with the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=NUMBER, lora_path="in memory")
 
 
 def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: torch.dtype) -> None:
-    """Put it in the place of the one before. tensors: whole, by peft's names; B has been scaled by alpha / rank."""
+    """Replace the engine's adapter. tensors: whole, by peft's names; B is already scaled by alpha / rank."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -90,11 +90,11 @@ def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: 
 
 
 def held_adapter(runner: Any, lora: LoRA) -> Iterator[tuple[str, Tensor]]:
-    """The weights that the engine computes with, live, by peft's names; B scaled. Of an engine that is not cut."""
+    """Yield the live weights of an uncut engine's adapter with which it computes, by peft's names; B scaled."""
     manager = _manager(runner)
     slot = manager.lora_index_to_id.index(NUMBER)
     for name, module in manager.modules.items():
-        if not isinstance(module.lora_a_stacked, tuple):  # the head, which has none
+        if not isinstance(module.lora_a_stacked, tuple):  # the head has no adapter
             continue
         for i, part in enumerate(manager.packed_modules.get(name) or [name]):
             a, b = module.lora_a_stacked[i][slot, 0], module.lora_b_stacked[i][slot, 0]
@@ -107,25 +107,25 @@ def _manager(runner: Any) -> Any:
 
 
 GIB = 2**30
-# Of a GPU, for a model whose weights cannot be told from its configuration, so that what it leaves is not known.
+# The share of a GPU for a model whose weights are unknown from its configuration, and so the room that it leaves.
 UNKNOWN_MODEL_SHARE = 0.4
-# What vLLM's worker does while the engine starts: method -> kind and note of its span.
+# Methods of vLLM's worker during the engine's start -> kind and note of their spans.
 PHASES = {
     "load_model": ("read", "vLLM reads the weights"),
     "determine_available_memory": ("profile", "vLLM compiles and measures memory"),
     "compile_or_warm_up_model": ("capture", "vLLM warms up and records graphs"),
 }
 
-LONGEST_FOLDER = 54  # bytes of its path: a socket of `private_sockets` adds 49, and may have 103
+LONGEST_FOLDER = 54  # bytes of its path: a socket of `private_sockets` adds 49, and at most 103 are allowed
 
 
 def graph_arguments(rows: int) -> dict[str, Any]:
-    """Arguments of an engine on a GPU that decodes up to `rows` rows: graphs of decode steps alone, in few sizes.
+    """Return arguments of a GPU engine that decodes up to `rows` rows: graphs of decode steps only, in few sizes.
 
     By default vLLM records each of 50 sizes twice, as a whole and in pieces for steps that also prefill, and the pieces
-    once more to measure their memory. The pieces serve steps of few tokens (512 at most), which a step that prefills
-    seldom is. FlashInfer's autotuning is for quantized layers and mixtures of experts. A tensor group sums by NCCL: the
-    other ways number the GPUs of a group, and a host sees its own alone.
+    once more to measure their memory. The pieces serve steps of few tokens (at most 512), which steps with prefill
+    rarely are. FlashInfer's autotuning is for quantized layers and mixtures of experts. A tensor group sums by NCCL:
+    the other ways number the GPUs of a group, but a host sees only its own.
     """
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(rows)}
     return {
@@ -136,8 +136,8 @@ def graph_arguments(rows: int) -> dict[str, Any]:
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Numbers of rows for which a decode step is recorded; others are padded to the next one, by a quarter at most from
-    16 rows on."""
+    """Return the numbers of rows for which decode steps are recorded; other numbers are padded to the next one, from 16
+    rows on by at most a quarter."""
     sizes, size = [1, 2, 4], 8
     while size < rows:
         sizes.append(size)
@@ -147,7 +147,7 @@ def graph_sizes(rows: int) -> list[int]:
 
 @contextmanager
 def phases_timed(on_cpu: bool) -> Iterator[None]:
-    """A span for each of vLLM's `PHASES`."""
+    """Record a span for each of vLLM's `PHASES`."""
     module, name = ("cpu_worker", "CPUWorker") if on_cpu else ("gpu_worker", "Worker")
     worker = getattr(importlib.import_module(f"vllm.v1.worker.{module}"), name)
 
@@ -168,24 +168,24 @@ def start_engine(
     model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
     sleeps: bool, cache_bytes: int | None, lora: LoRA | None = None,
 ) -> Any:  # fmt: skip
-    """Build the engine (a collective call of the default group). lora: of an adapter that it will be given."""
+    """Build the engine (a collective call of the default group). lora: the settings of an adapter that it will get."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the engine's core in this process, not in a child
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores
         VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # max_model_len below is one more than the model may have
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_USE_FLASHINFER_SAMPLER="0",  # it gives no log-probabilities of what it samples from
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # it returns no log-probabilities of the distribution that it samples
         VLLM_ALLREDUCE_USE_SYMM_MEM="0",  # see `graph_arguments`
         VLLM_ALLREDUCE_USE_FLASHINFER="0",
         RANK=str(dist.get_rank()),
         WORLD_SIZE=str(dist.get_world_size()),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
-    # what vLLM compiles: another start with the same model, dtype, settings and versions of vLLM and torch loads it
+    # vLLM's compiled code: another start with the same model, dtype, settings and versions of vLLM and torch loads it
     os.environ.setdefault("VLLM_CACHE_ROOT", str(home() / "vllm"))
     with span("import", note="importing vLLM"):
         from vllm import EngineArgs, LLMEngine
@@ -201,16 +201,16 @@ def start_engine(
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
         tensor_parallel_size=settings.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
-        # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
+        # One more than prompt and response may have: to score a full sequence, vLLM needs room for a token after it.
         max_model_len=longest,
         max_num_seqs=rows,
-        # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
+        # If a prompt is prefilled in parts, samples are drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        # On a GPU vLLM warms up with this many, divided over the rows: more than the rows can hold would be read past
-        # the end of their block tables.
+        # On a GPU vLLM warms up with this many tokens, divided over the rows: more than the rows can hold would be read
+        # past the end of their block tables.
         max_num_batched_tokens=max(2048 if on_cpu else min(STEP_TOKENS, rows * longest), longest),
         # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
-        # most prompts; its kernels want multiples of 32.
+        # most prompts; its kernels need multiples of 32.
         block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
         gpu_memory_utilization=UNKNOWN_MODEL_SHARE if on_cpu else _gpu_share(settings, cache_bytes),
@@ -240,13 +240,13 @@ def start_engine(
                     "change the model or the setting it names, or use Generation(engine='transformers')",
                 ) from error
             raise
-    # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
+    # vLLM shuts down itself and the default group when it is garbage collected; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
 
 
 def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
-    """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    """Return the share of the whole GPU that vLLM requires to be free, and fills if no cache size is given."""
     whole = torch.cuda.get_device_properties(0).total_memory
     if cache_bytes is None:
         return (settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE) * own_gpu_bytes() / whole
@@ -255,7 +255,7 @@ def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
 
 @contextmanager
 def process_kept(device: torch.device) -> Iterator[None]:
-    """Put back what importing and starting vLLM changes in the process around it."""
+    """Restore what importing and starting vLLM changes in the process around it."""
     environment, python_state = dict(os.environ), random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  (vLLM seeds the global generator, users may draw from it)
     set_num_threads, default_dtype = torch.set_num_threads, torch.get_default_dtype()
@@ -272,35 +272,35 @@ def process_kept(device: torch.device) -> Iterator[None]:
             yield
     finally:
         logging.disable(log_level)
-        # On CPU it swaps torch.set_num_threads for a function that refuses.
+        # On CPU vLLM replaces torch.set_num_threads by a function that refuses.
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(default_dtype)
         np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
-        # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes. vLLM's own it reads later.
+        # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes. vLLM reads its own variables later.
         for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]
         os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
-        # It freezes the garbage collector's heap: cycles in a trainer that is given up later would never be freed.
+        # vLLM freezes the garbage collector's heap: cycles in a trainer that is dropped later would never be freed.
         gc.unfreeze()
 
 
 def stream_kept(on_cpu: bool) -> AbstractContextManager[Any]:
-    """For a tensor group vLLM gives the thread a stream of its own, which the trainer's streams do not wait for."""
+    """Keep the thread's CUDA stream: for a tensor group vLLM sets another, for which the trainer's do not wait."""
     return nullcontext() if on_cpu else torch.cuda.stream(torch.cuda.current_stream())
 
 
 @contextmanager
 def private_shared_memory(on_cpu: bool) -> Iterator[None]:
-    """On CPU: no two pools of a machine meet in one shared-memory segment, and memory stays bound to no NUMA node."""
+    """On CPU, keep two pools of a machine out of the same shared-memory segment, and memory unbound to NUMA nodes."""
     if not on_cpu:
         yield
         return
     import vllm._custom_ops  # noqa: F401  (loads the operators of torch.ops._C)
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    # vLLM names a segment by the ranks of its tensor group alone: [0-1] in every pool on the machine.
+    # vLLM names a segment only by the ranks of its tensor group: [0-1] in every pool on the machine.
     token = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(token, src=0)
     name = _CPUSHMDistributed.make_group_name
@@ -314,9 +314,9 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
 
 @contextmanager
 def private_sockets() -> Iterator[None]:
-    """The sockets through which the ranks of a tensor group meet lie in a folder that only this user can enter. It is
-    removed once the engine has started, as all ranks are connected then: vLLM would never do so. It is in /tmp where
-    the path of a socket would be too long."""
+    """Put the sockets by which the ranks of a tensor group connect into a folder that only this user can enter. The
+    folder is removed once the engine has started, when all ranks are connected: vLLM would never remove it. It is in
+    /tmp if the path of a socket would be too long elsewhere."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
@@ -329,7 +329,7 @@ def private_sockets() -> Iterator[None]:
 
 @contextmanager
 def default_group_spared() -> Iterator[None]:
-    """vLLM's shutdown without its last step, `destroy_process_group()` of the default group, which is the trainer's."""
+    """Skip the last step of vLLM's shutdown, `destroy_process_group()` of the default group, which is the trainer's."""
     from vllm.distributed import parallel_state
 
     def forget_world() -> None:
@@ -342,22 +342,22 @@ def default_group_spared() -> Iterator[None]:
 
 
 def exact_products(needed: bool) -> AbstractContextManager[None]:
-    """Kernels that Triton compiles meanwhile multiply fp32 by fp32, not rounded to TF32's 10 bits.
+    """Have Triton kernels compiled in the block multiply fp32 by fp32, not rounded to TF32's 10 bits.
 
-    FlashAttention and FlashInfer take no fp32 (their `supported_dtypes`), so that vLLM computes attention in Triton,
-    whose `tl.dot` defaults to TF32 on NVIDIA: the one place where vLLM does, as its matrix products keep to
-    VLLM_FLOAT32_MATMUL_PRECISION, "highest". On an H100 that was a mean gap of 0.004 nats on random tokens. The name
-    is part of the key of Triton's own cache.
+    FlashAttention and FlashInfer take no fp32 (their `supported_dtypes`), so vLLM computes attention in Triton, whose
+    `tl.dot` defaults to TF32 on NVIDIA. This is vLLM's only use of TF32, as its matrix products follow
+    VLLM_FLOAT32_MATMUL_PRECISION, "highest". On an H100 it made a mean gap of 0.004 nats on random tokens. The
+    variable's name is part of the key of Triton's own cache.
     """
     return with_variables({"TRITON_F32_DEFAULT": "ieee"} if needed else {})
 
 
 @contextmanager
 def computing_threads(count: int | None) -> Iterator[None]:
-    """Compute with `count` threads, then with as many as before.
+    """Compute with `count` threads inside the block, then with as many as before.
 
-    Asking torch first also gives the calling thread, which need not be the main one, the process's setting: OpenMP
-    keeps one for each thread.
+    Reading torch's number first also gives the calling thread, which need not be the main one, the process's setting:
+    OpenMP keeps one for each thread.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)

@@ -1,7 +1,7 @@
-"""New weights directly into the live parameters of a vLLM model.
+"""Copies new weights directly into the live parameters of a vLLM model.
 
-Where vLLM multiplies by its parameters as they were loaded, as on a GPU, a sync need not load the model again: it
-copies each weight into its own parameter, or into its slice of a fused one such as qkv_proj. vLLM's own loaders show
+If vLLM multiplies by its parameters as they were loaded, as on a GPU, a sync need not load the model again: it copies
+each weight into its own parameter, or into its slice of a fused parameter such as qkv_proj. vLLM's own loaders show
 which slice: they run once on weights without data, and their copies are recorded instead of made. Nothing is allocated
 and no parameter is moved, so CUDA graphs, which keep addresses, stay valid.
 """
@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import SyncError
 
-# Weights are copied in groups of about so many bytes: a gathered weight need not live until the last one has come.
+# Weights are copied in groups of about this size: a gathered weight need not live until the last one has arrived.
 BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """A part of a parameter, and its source in a weight: size, stride and offset; None: all of the weight."""
+    """A part of a parameter. region: its source in a weight as size, stride and offset; None: the whole weight."""
 
     target: Tensor
     region: tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -37,14 +37,14 @@ class _Slice:
 
 
 class WeightCopies:
-    """The copies that give a model the weights of these names and shapes, made again at every sync."""
+    """The copies that write weights of these names and shapes into a model, made again at every sync."""
 
     def __init__(self, slices: Mapping[str, list[_Slice]], shapes: Mapping[str, torch.Size]) -> None:
         self._slices, self._shapes = slices, shapes
 
     @classmethod
     def recorded(cls, model: nn.Module, shapes: Mapping[str, torch.Size]) -> WeightCopies | None:
-        """The copies that `model.load_weights` makes of weights of these shapes; None where it does more than copy."""
+        """Record the copies by which `model.load_weights` loads such shapes; None if it does more than copy."""
         stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         names = {_storage(tensor): name for name, tensor in stand_ins.items()}
         recorder = _Recorder(names)
@@ -52,7 +52,7 @@ class WeightCopies:
         try:
             with torch.no_grad(), recorder:
                 loads.load_weights(iter(stand_ins.items()))
-        except Exception:  # a loader that looks at the data, of which there is none
+        except Exception:  # a loader that reads the data, which the stand-ins lack
             return None
         if recorder.asks_for_more or not _covers(model, recorder.slices):
             return None
@@ -60,7 +60,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def run(self, named_weights: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
-        """Copy, and cast. Raises `SyncError` unless exactly the known weights arrive; partial: some of them."""
+        """Copy and cast weights. Raises `SyncError` unless exactly the known weights arrive; partial: some suffice."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         waiting, missing = 0, set(self._shapes)
@@ -89,7 +89,7 @@ class WeightCopies:
             )
 
     def holds(self, bit_sums: Mapping[str, Tensor]) -> bool:
-        """Whether the model has weights with these `bit_sum`s where the copies would put them."""
+        """Return whether the model has weights with these `bit_sum`s where the copies would put them."""
         placed = {name: parts for name, parts in self._slices.items() if parts}
         if not placed:
             return False
@@ -97,18 +97,18 @@ class WeightCopies:
         return torch.equal(mine, torch.stack([bit_sums[name] for name in placed]).to(mine.device))
 
     def places(self) -> dict[str, Tensor]:
-        """The weights that are one whole tensor in the model, live, by transformers' names."""
+        """Return the weights that are one whole tensor in the model, live, by transformers' names."""
         alone = {name: parts[0] for name, parts in self._slices.items() if len(parts) == 1}
         return {name: part.target for name, part in alone.items() if part.region is None}
 
     def live(self) -> dict[str, Tensor]:
-        """The same where they are all weights; else empty."""
+        """Return `places()` if these are all weights; else an empty dict."""
         return places if (places := self.places()).keys() == self._shapes.keys() else {}
 
 
 class _Recorder(TorchDispatchMode):
     """Records copies from weights without data into real tensors, and leaves these unchanged. asks_for_more: whether
-    anything else was written but zeros, which pad."""
+    the loader wrote anything else but zeros, which are padding."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def keeps_weights_as_loaded(model: nn.Module) -> bool:
-    """Whether vLLM computes with a model's parameters as they were loaded: plain linear layers, embeddings and norms.
+    """Return whether vLLM computes with a model's parameters as loaded: plain linear layers, embeddings and norms.
 
     On a CPU it packs a copy of them; quantized layers, experts, and attention with compressed keys are prepared after
     loading, which a plain copy would leave outdated.
@@ -150,13 +150,13 @@ def keeps_weights_as_loaded(model: nn.Module) -> bool:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, their bits read as integers: the sum of a whole is the sum of its parts'."""
+    """Return the sum of a tensor's elements, their bits read as integers: sums of parts add up to the whole's sum."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
 def _covers(model: nn.Module, slices: Mapping[str, list[_Slice]]) -> bool:
-    """Whether copies fill every parameter; of a vocabulary, all rows but padding."""
+    """Return whether copies fill every parameter; of a vocabulary, all rows except padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     filled: dict[int, int] = {}
@@ -172,7 +172,7 @@ def _covers(model: nn.Module, slices: Mapping[str, list[_Slice]]) -> bool:
 
 
 def _region(source: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """The part of its whole storage that a view is; None: all of it, in order."""
+    """Return the region of its storage that a view covers; None: all of it, in order."""
     whole = source.is_contiguous() and source.numel() * source.element_size() == source.untyped_storage().nbytes()
     return None if whole else (tuple(source.shape), source.stride(), int(source.storage_offset()))
 

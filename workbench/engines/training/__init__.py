@@ -16,7 +16,7 @@ __all__ = ["ParallelGroups", "Pass", "StepReport", "TrainingEngine", "make_train
 def make_training_engine(
     module: PackedModule, settings: Training | None, groups: ParallelGroups, *, device: torch.device, dtype: torch.dtype
 ) -> TrainingEngine:
-    """The engine that `settings.engine` names, around `module`; without settings, torch's, which then only runs it."""
+    """Make the engine that `settings.engine` names around `module`; without settings torch's, which only runs it."""
     if settings is not None and settings.engine == "deepspeed":
         from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, DeepSpeedTensorEngine
 

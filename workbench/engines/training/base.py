@@ -1,4 +1,4 @@
-"""What a role asks of a training engine, and what the engines share."""
+"""The interface of training engines, and code that the engines share."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class TrainingEngine(ABC):
     module: nn.Module
     settings: Training | None
     steps: int
-    loss_scale: LossScale | None = None  # of a trained module in fp16
-    half_moved = False  # whether the last step broke off after the optimizer had begun to change weights
+    loss_scale: LossScale | None = None  # for a trained module in fp16
+    half_moved = False  # whether the last step broke off after the optimizer began to change weights
     _dtype: torch.dtype
 
     @abstractmethod
     def forward(self, **inputs: Any) -> Any:
         """Run the module on one micro-batch. Under `torch.no_grad()` nothing is kept for a backward pass.
 
-        Where weights are sharded over ranks (ZeRO stage 3, tensor and pipeline parallel) every rank must call it
-        equally often. On a pipeline the output is on the last stage, see `everywhere`.
+        If weights are sharded over ranks (ZeRO stage 3, tensor and pipeline parallel), every rank must call it equally
+        often. On a pipeline the output is on the last stage, see `everywhere`.
         """
 
     def everywhere(self, output: Tensor) -> Tensor:
@@ -53,16 +53,16 @@ class TrainingEngine(ABC):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes sent so far inside layers, to ranks that compute them together with this one."""
+        """The bytes sent so far inside layers, to ranks that compute them together with this one."""
         return 0
 
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
-        """One optimizer step on the sum of the losses of micro-batches, each a scalar already divided by the global
-        denominator: gradients are *summed* over micro-batches and over data-parallel ranks, then clipped by the global
-        norm. Every rank must pass equally many, at least one.
+        """Take one optimizer step on the sum of the losses of micro-batches, each a scalar already divided by the
+        global denominator: gradients are *summed* over micro-batches and over data-parallel ranks, then clipped by the
+        global norm. Every rank must pass equally many micro-batches, at least one.
         rate_scale: factor of the scheduled learning rate in this step, the same on every rank.
 
-        When a loss raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
+        If a loss raises, the state is as before the step. A step whose gradient norm is not finite is skipped.
         """
         if self.settings is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
@@ -84,22 +84,22 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
-        """The update of a step, unless the norm of its gradient is not finite; that norm, and `StepReport.culprit`."""
+        """Do a step's update, unless the gradient's norm is not finite; return the norm and `StepReport.culprit`."""
 
     def _begin_to_move(self, *_: Any) -> None:
         self.half_moved = True
 
     def retrain(self, settings: Training) -> None:
-        """Step as other settings say, which differ in fields of `LIVE`."""
+        """Use other settings, which differ in fields of `LIVE`, for the next steps."""
         self.settings = settings
 
-    def close(self) -> None:  # noqa: B027  (most leave nothing)
-        """Leave nothing that keeps the module in memory; the engine is used no more."""
+    def close(self) -> None:  # noqa: B027  (most engines have nothing to release)
+        """Release everything that keeps the module in memory; the engine must not be used afterwards."""
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        """The full gradient of each weight that `step` would apply for these micro-batches, unclipped, by transformers'
-        names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has
-        changed."""
+        """Yield the full gradient of each weight that `step` would apply for these micro-batches, unclipped, by
+        transformers' names, one at a time (every rank must iterate to the end). Afterwards, and if a loss raises,
+        nothing has changed."""
         names = transformers_names(self.module)
         with self.whole_gradients(passes):
             for name, parameter in self.module.named_parameters():
@@ -108,23 +108,23 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
-        """Inside, `_gradient` gives the gradients of these micro-batches, over all replicas."""
+        """Inside the block, `_gradient` returns the gradients of these micro-batches, over all replicas."""
 
     @abstractmethod
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Of a parameter, or of this rank's slice of it; None: it is not trained."""
+        """Return the gradient of a parameter, or of this rank's slice of it; None: it is not trained."""
 
     @abstractmethod
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
-        """The norm of the gradient of each of these micro-batches, of this replica's rows alone; every rank must pass
-        equally many. Afterwards, and when a loss raises, nothing has changed."""
+        """Return the norm of the gradient of each of these micro-batches, over this replica's rows alone; every rank
+        must pass equally many. Afterwards, and if a loss raises, nothing has changed."""
 
     @property
     def _held_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def _norm(self) -> Tensor:
-        """The global norm of the gradients in the parameters."""
+        """Return the global norm of the parameters' gradients."""
         return get_total_norm(self._held_gradients)
 
     def _clip(self, norm: Tensor) -> None:
@@ -132,7 +132,7 @@ class TrainingEngine(ABC):
             clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
 
     def _unscale(self) -> None:
-        """From gradients of scaled losses to those of the losses, in place."""
+        """Turn gradients of scaled losses into gradients of the losses, in place."""
         if self.loss_scale is not None:
             torch._foreach_mul_(self._held_gradients, 1 / self.loss_scale.scale)
 
@@ -143,7 +143,7 @@ class TrainingEngine(ABC):
 
     @contextmanager
     def _pass_span(self, kind: str, tokens: int = 0) -> Iterator[None]:
-        """A span of a forward or backward pass, with the bytes that were sent inside layers."""
+        """Record a span of a forward or backward pass, with the bytes sent inside layers."""
         before = self.moved_bytes
         with span(kind, tokens=tokens) as counted:
             yield
@@ -151,10 +151,10 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Inside, these parameters are whole on every rank; every rank must enter it."""
+        """Inside the block, these parameters are whole on every rank; every rank must enter it."""
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, in the dtype in which they are held, and without adding an adapter: equal on
+        """Yield weights as `named_weights` does, but in their stored dtype, and without adding an adapter: equal on
         data-parallel ranks."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
@@ -162,14 +162,15 @@ class TrainingEngine(ABC):
                 yield names.get(name, name), parameter.detach()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by transformers' names, one at a time (gathered where sharded; every rank must iterate to the
+        """Yield full weights by transformers' names, one at a time (gathered if sharded; every rank must iterate to the
         end). An adapter is added to the weights that it changes.
 
-        In the dtype that the engine was made with. A tensor may be a live parameter: copy what must outlast a step.
+        They are in the dtype with which the engine was made. A tensor may be a live parameter: copy it if it must
+        outlast a step.
         """
         names, adapted = transformers_names(self.module), adapted_layers(self.module)
         for name, parameter in self.module.named_parameters():
-            if name not in names:  # of an adapter
+            if name not in names:  # an adapter's parameter
                 continue
             layer = adapted.get(name)
             with self.gathered([parameter] if layer is None else list(layer.parameters())):
@@ -177,33 +178,33 @@ class TrainingEngine(ABC):
                 yield names[name], weight.to(self._dtype)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the weights, live, by transformers' names, in the dtype in which it is held; without any
-        communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
+        """Yield this rank's part of the weights, live, by transformers' names, in the stored dtype; without any
+        communication. With a layout (p, t, d) these are slices of the weights of its stage, cut as
         `workbench.resharding.weights` defines; with ZeRO-3 flat shards without their padding."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             yield names.get(name, name), parameter.detach()
 
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the module's adapter by peft's names, as they are stored; else as `named_weights`."""
+        """Yield the weights of the module's adapter by peft's names, as they are stored; else like `named_weights`."""
         for name, file_name in adapter_names(self.module).items():
             parameter = self.module.get_parameter(name)
             with self.gathered([parameter]):
                 yield file_name, parameter.detach()
 
     def scaled_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_adapter`, B times alpha / rank: what an engine that knows no scale computes with."""
+        """Yield weights as `named_adapter` does, with B times alpha / rank, for engines that know no scale."""
         scales = {f"base_model.{n}.lora_B.weight": scale for n, scale in adapter_scales(self.module).items()}
         for name, weight in self.named_adapter():
             yield name, weight * scales[name] if name in scales else weight
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by `state_names`."""
+        """Return this rank's parameters, by `state_names`."""
         names = state_names(self.module)
         return {names[name]: parameter for name, parameter in self.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, trained weights and their moments on this rank, as CPU copies."""
+        """Return step count, trained weights and their moments on this rank, as CPU copies."""
         self.load()
         kinds: tuple[StateKind, ...] = ("parameters", *MOMENTS) if self.has_moments else ("parameters",)
         held = {kind: {name: tensor.to("cpu", copy=True) for name, tensor in self.held_state(kind)} for kind in kinds}
@@ -212,7 +213,7 @@ class TrainingEngine(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave, on the same rank of the same layout; `state` does not change."""
+        """Restore what `state_dict` returned, on the same rank of the same layout; `state` does not change."""
         self.load()
         self.begin_state(len(state["held"]) > 1)
         for kind, saved in state["held"].items():
@@ -227,18 +228,18 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the weights, or of their moments, live, by `state_names`; without communication. Cut as
-        `workbench.placement.state` defines: fp32, and weights that are not trained in their dtype. Before the first
-        optimizer step there are no moments."""
+        """Yield this rank's part of the weights, or of their moments, live, by `state_names`; without communication.
+        Cut as `workbench.placement.state` defines: fp32, and weights that are not trained in their dtype. Before the
+        first optimizer step there are no moments."""
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
-        """Call it before writing state into what `held_state` gives. moments: whether there are any; then room is made
-        for them, else those of the optimizer are dropped."""
+        """Prepare for writing state into the tensors of `held_state`. moments: True allocates the moments that will be
+        written; False drops the optimizer's moments."""
 
     def end_state(self, steps: int, loss_scale: tuple[float, int] | None = None) -> None:
-        """Call it after writing state: from here on the engine is as after `steps` optimizer steps. Every rank calls
-        it. loss_scale: its state; None: of an engine that had none."""
+        """Finish writing state: the engine is then as after `steps` optimizer steps. Every rank calls it. loss_scale:
+        its state; None: the state is of an engine without a loss scale."""
         self.steps = steps
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = loss_scale
@@ -250,10 +251,10 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, list[Tensor]]:
-        """All tensors of this rank, by part. Memory that two parts share belongs to the first of them."""
+        """Return all tensors of this rank, by part. Memory shared by two parts belongs to the first of them."""
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        """Return the bytes on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
         held = distinct_storages(self.tensors())
         return {part: sum(storage.nbytes() for storage in storages) for part, storages in held.items()}
 
@@ -262,16 +263,16 @@ class TrainingEngine(ABC):
         return self._host_memory.nbytes
 
     def offload(self, *parts: Part) -> int:
-        """Move parts (none named: all) to host memory, and free the device's for others; bytes moved. A part that is
-        there already costs nothing.
+        """Move parts (none named: all) to host memory, and free the device's memory; return the bytes moved. Parts that
+        are already offloaded cost nothing.
 
         On a CPU this moves them to other memory of the same kind, which only tests need.
         """
         return self._host_memory.take(self.tensors(), parts or PARTS)
 
     def load(self, *parts: Part) -> int:
-        """Bring parts (none named: all) back to the device, bit for bit; bytes moved. `forward`, `step`, `gradients`
-        and the state dicts bring back what they need; code that reads weights loads the parameters first."""
+        """Load parts (none named: all) back onto the device, bit for bit; return the bytes moved. `forward`, `step`,
+        `gradients` and the state dicts load what they need; code that reads weights loads the parameters first."""
         return self._host_memory.give_back(parts or PARTS)
 
     @cached_property
@@ -280,22 +281,22 @@ class TrainingEngine(ABC):
 
 
 def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, frozen: torch.dtype) -> nn.Module:
-    """`module` in eval mode on `device`, trained and frozen parameters in these dtypes; buffers, such as rotary
-    frequencies, keep theirs."""
+    """Put `module` in eval mode on `device`, with trained and frozen parameters in these dtypes; buffers, such as
+    rotary frequencies, keep theirs."""
     for parameter in module.to(device).parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     return module.eval()
 
 
 def transformers_names(module: nn.Module) -> dict[str, str]:
-    """Parameter name in `module` -> transformers' name: the module's own `weight_names()`, else the same name."""
+    """Map parameter names in `module` to transformers' names: by its own `weight_names()`, else unchanged."""
     own = getattr(module, "weight_names", None)
     return own() if own is not None else {name: name for name, _ in module.named_parameters()}
 
 
 def state_names(module: nn.Module) -> dict[str, str]:
-    """Parameter name in `module` -> transformers' name; for an adapter that of its layer with ".lora_A.weight" or
-    ".lora_B.weight"."""
+    """Map parameter names in `module` to transformers' names; an adapter's parameters get their layer's name with
+    ".lora_A.weight" or ".lora_B.weight"."""
     names = transformers_names(module)
     own = (name for name, _ in module.named_parameters())
     return {n: names.get(n) or n.removeprefix("model.").replace(f".{ADAPTER}.", ".") for n in own}
@@ -304,8 +305,8 @@ def state_names(module: nn.Module) -> dict[str, str]:
 def recompute_activations(module: nn.Module) -> None:
     """Turn on transformers' activation checkpointing, with the module in eval mode.
 
-    transformers recomputes a layer only where that layer's own `training` flag is set; its children, dropout among
-    them, keep theirs off.
+    transformers recomputes a layer only if that layer's own `training` flag is set; its children, dropout among them,
+    stay in eval mode.
     """
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer

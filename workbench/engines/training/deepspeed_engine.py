@@ -1,6 +1,6 @@
 """Data-parallel training with DeepSpeed's ZeRO: optimizer state, gradients and weights sharded over the ranks.
 
-DeepSpeed's ZeRO over the replicas of a model that is cut over tensor ranks: layouts (1, t, d).
+Also ZeRO over the replicas of a model that is cut over tensor ranks: layouts (1, t, d).
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class DeepSpeedEngine(TrainingEngine):
 
     With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. With float16 all stages
-    do that, on scaled losses, see `LossScale`: DeepSpeed's own fp16 asks for a CPU with products of fp16. Gradients are
-    accumulated and reduced in fp32.
+    compute like stage 0, on scaled losses, see `LossScale`: DeepSpeed's own fp16 needs a CPU that multiplies fp16.
+    Gradients are accumulated and reduced in fp32.
 
     `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
     at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of `BUCKET_ELEMENTS` stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
-    that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole.
+    with slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole.
     """
 
     settings: Training
-    _tensor_ranks: ClassVar[int] = 1  # of all engines in this process; never goes back to 1
+    _tensor_ranks: ClassVar[int] = 1  # of all engines in this process; never returns to 1
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class DeepSpeedEngine(TrainingEngine):
             os.environ.setdefault(name, str(value))
         os.environ["DS_ACCELERATOR"] = device.type
         deepspeed = _import_deepspeed()
-        if deepspeed.accelerator.get_accelerator().device_name() != device.type:  # that of an earlier workbench
-            deepspeed.accelerator.real_accelerator.ds_accelerator = None  # it is asked for anew
+        if deepspeed.accelerator.get_accelerator().device_name() != device.type:  # an earlier workbench's accelerator
+            deepspeed.accelerator.real_accelerator.ds_accelerator = None  # DeepSpeed then looks for it again
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         loaded = torch.device("cpu") if settings.cuts_weights else device
@@ -104,8 +104,8 @@ class DeepSpeedEngine(TrainingEngine):
         adam = make_optimizer(self._parameters(), settings)
         adam.register_step_pre_hook(self._begin_to_move)
         config = self._config()
-        with replaced(nn.functional, "linear", nn.functional.linear):  # which ZeRO-3 replaces, in the whole process
-            if settings.cuts_weights:  # one weight after the other: the device never holds the whole model
+        with replaced(nn.functional, "linear", nn.functional.linear):  # ZeRO-3 replaces it, in the whole process
+            if settings.cuts_weights:  # one weight at a time: the device never holds the whole model
                 deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=stored)
                 module.to(device)  # its buffers
             self._engine, *_ = deepspeed.initialize(
@@ -114,15 +114,15 @@ class DeepSpeedEngine(TrainingEngine):
             self._linear = nn.functional.linear
 
     def _use_own_groups(self) -> None:
-        """DeepSpeed knows the ranks of one engine a process, and asks for them at each reduction: here several engines
-        with other layouts take turns."""
+        """Set DeepSpeed's global groups to this engine's: DeepSpeed reads them at each reduction and knows one engine
+        per process, but here several engines with other layouts take turns."""
         from deepspeed.utils import groups
 
         groups.mpu = self._model_parallel
 
     @staticmethod
     def _require_tensor_ranks(t: int) -> None:
-        """Raise `BadInput` where engines of this process have another number of tensor ranks."""
+        """Raise `BadInput` if engines of this process have another number of tensor ranks."""
         known = DeepSpeedEngine._tensor_ranks
         if known not in (1, t):
             raise BadInput(
@@ -133,13 +133,13 @@ class DeepSpeedEngine(TrainingEngine):
         DeepSpeedEngine._tensor_ranks = t
 
     def _config(self) -> dict[str, Any]:
-        bucket = BUCKET_ELEMENTS["zero"]  # its own default reserves 2 GB
+        bucket = BUCKET_ELEMENTS["zero"]  # DeepSpeed's default reserves 2 GB
         trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         return {
-            # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
+            # The engine sets the boundaries of accumulation itself, so that their number may differ from step to step.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # Without ZeRO DeepSpeed clips but does not tell the norm: then `step` clips.
+            # Without ZeRO DeepSpeed clips but does not report the norm: then `_step_without_zero` clips.
             "gradient_clipping": self.settings.max_grad_norm if self._stage > 0 else 0.0,
             "bf16": {"enabled": self._sharded_bf16},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -161,8 +161,8 @@ class DeepSpeedEngine(TrainingEngine):
             return self._engine(**inputs)
 
     def _with_its_linear(self) -> AbstractContextManager[None]:
-        """Inside, all models compute as ZeRO-3 has this one compute: outside, others are as in a process of their
-        own."""
+        """Inside the block, all models use the `linear` function that ZeRO-3 gave this one; outside, other models
+        compute as in a process of their own."""
         return replaced(nn.functional, "linear", self._linear)
 
     def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
@@ -172,24 +172,24 @@ class DeepSpeedEngine(TrainingEngine):
             with span("optimizer"):
                 if self._stage == 0:
                     return self._step_without_zero(), ""
-                self._step()  # leaves everything as it is when the norm is not finite
+                self._step()  # changes nothing if the norm is not finite
                 return float(self._engine.get_global_grad_norm()), ""
         except BaseException:
             self._drop_gradients()
             raise
 
     def close(self) -> None:
-        self._engine.destroy()  # its hooks on gradients hold all of it where no garbage collector looks
+        self._engine.destroy()  # its hooks hold all of it in references that the garbage collector does not see
 
     def retrain(self, settings: Training) -> None:
         super().retrain(settings)
-        if self._stage > 0:  # without ZeRO `step` clips
+        if self._stage > 0:  # without ZeRO `_step_without_zero` clips
             self._engine.optimizer.clip_grad = settings.max_grad_norm
 
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
         norms: list[float] = []
         for micro in passes:
-            for replica in range(self._world_size):  # DeepSpeed sums over the replicas: one at a time has a loss
+            for replica in range(self._world_size):  # DeepSpeed sums over replicas: only one has a loss
                 mine = replica == self._rank
                 alone = micro if mine else micro.times(0.0)
                 squares = sum(float(gradient.double().square().sum()) for _, gradient in self.gradients([alone]))
@@ -212,7 +212,7 @@ class DeepSpeedEngine(TrainingEngine):
         return gradient if self.loss_scale is None or gradient is None else gradient.float() / self.loss_scale.scale
 
     def _all_finite(self) -> bool:
-        """Whether all gradients are finite, on all ranks."""
+        """Return whether all gradients are finite, on all ranks."""
         gradients = [self._gradient(parameter) for parameter in self.module.parameters()]  # all: ranks gather them
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         flag = torch.tensor(float(finite), device=self._device)
@@ -223,14 +223,14 @@ class DeepSpeedEngine(TrainingEngine):
         self._use_own_groups()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         if self._stage > 0 and self.loss_scale is not None:
-            # ZeRO's optimizers multiply losses by it, and divide gradients by it when they step
+            # ZeRO's optimizers multiply losses by the scale, and divide gradients by it when they step
             self._engine.optimizer.loss_scaler.cur_scale, scale = scale, 1.0
         for i, micro in enumerate(passes):
             self._engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             # DeepSpeed averages gradients over the ranks; the product makes that a sum.
             with self._with_its_linear():
                 value = self._loss_of(micro) * (self._world_size * scale)
-                with span("backward"):  # what is reduced between ranks overlaps with it
+                with span("backward"):  # reductions between ranks overlap with it
                     self._engine.backward(value)
 
     def _step_without_zero(self) -> float:
@@ -248,7 +248,7 @@ class DeepSpeedEngine(TrainingEngine):
         with with_moments(adam, self._stretches, lambda: self.half_moved):
             try:
                 self._engine.step()
-            finally:  # ZeRO gives Adam one group at a time, and where that raises does not put the others back
+            finally:  # ZeRO gives Adam one group at a time, and does not restore the others if Adam raises
                 adam.param_groups = groups
                 for group, parameters in zip(groups, held, strict=True):
                     group["params"] = parameters
@@ -262,8 +262,8 @@ class DeepSpeedEngine(TrainingEngine):
         optimizer.zero_grad(set_to_none=True)
         while getattr(optimizer, "_backward_active_depth", 0):
             optimizer.exit_backward()
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # what a backward pass that broke off left
-            getattr(bucket, "clear_params", bucket.clear)()  # of stage 3 the buffer stays
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # leftovers of a backward pass that broke off
+            getattr(bucket, "clear_params", bucket.clear)()  # stage 3's buffer stays
         reduced = getattr(optimizer, "params_already_reduced", [])
         for parameter in reduced if isinstance(reduced, dict) else range(len(reduced)):
             reduced[parameter] = False
@@ -293,22 +293,22 @@ class DeepSpeedEngine(TrainingEngine):
             yield from super().local_weights()
             return
         names = transformers_names(self.module)
-        parameter: Any  # to which DeepSpeed has added what it knows of its shards
+        parameter: Any  # with DeepSpeed's attributes for its shards
         for name, parameter in self.module.named_parameters():
             shard = parameter.ds_tensor.detach()
-            # the last shards are padded, or padding altogether
+            # the last shards may be padded, or only padding
             start = min(self._rank * shard.numel(), parameter.ds_numel)
             yield names.get(name, name), shard[: parameter.ds_numel - start]
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """The Adam inside the sharded optimizer, or the optimizer itself."""
+        """The Adam optimizer inside the sharded optimizer, or the optimizer itself."""
         return cast(torch.optim.Optimizer, getattr(self._engine.optimizer, "optimizer", self._engine.optimizer))
 
     @property
     def _stretches(self) -> list[Tensor]:
-        """The tensors for which Adam keeps state: parameters, or this rank's stretches of many of them end to end."""
-        if self._stage == 3:  # which gives them to Adam one at a time
+        """The tensors for which Adam keeps state: parameters, or this rank's parts of many of them end to end."""
+        if self._stage == 3:  # stage 3 gives them to Adam one at a time
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
 
@@ -326,7 +326,7 @@ class DeepSpeedEngine(TrainingEngine):
                     yield names[name], part.detach()
 
     def _part(self, kind: StateKind, parameter: Any) -> Tensor | None:
-        """This rank's part of a parameter's state, live; None: nothing."""
+        """Return this rank's part of a parameter's state, live; None: the rank has none."""
         if self._stage == 3:
             return self._part_of_stage_3(kind, parameter)
         if kind == "weights" or (kind == "parameters" and not self._sharded_bf16):
@@ -367,7 +367,7 @@ class DeepSpeedEngine(TrainingEngine):
         super().end_state(steps, loss_scale)
         optimizer = self._engine.optimizer
         set_optimizer_steps(self._adam, steps)
-        # weights and their fp32 masters: one of them came, and makes the other
+        # only the weights or only their fp32 masters were written: copy them to the others
         if self._stage == 3:
             for weights, masters in zip(optimizer.fp16_partitioned_groups_flat, self._stretches, strict=True):
                 weights.data.copy_(masters.data)
@@ -395,7 +395,7 @@ class DeepSpeedEngine(TrainingEngine):
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
-    """All tensors in those of these attributes of `owner` that exist: tensors or nested lists and dicts of them."""
+    """Return all tensors in those of these attributes that `owner` has: tensors or nested lists and dicts of them."""
     waiting = [getattr(owner, name, None) for name in names]
     tensors = []
     while waiting:
@@ -410,39 +410,39 @@ def _attributes(owner: Any, *names: str) -> list[Tensor]:
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, which says nothing unasked."""
+    """Import DeepSpeed with its messages switched off."""
     with span("import", note="importing DeepSpeed"):
         import deepspeed
     from deepspeed.runtime import bf16_optimizer
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # DeepSpeed's collectives have not followed torch's renaming; its bf16 optimizer prints memory use unasked.
+    # DeepSpeed's collectives use names that torch has deprecated; its bf16 optimizer prints memory use unasked.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     bf16_optimizer.see_memory_usage = lambda message, force=False: None
-    # It is read for one operator, of tensor-parallel inference on CPU, which nothing here calls; building that needs a
-    # compiler and 10 s. To fill the table DeepSpeed tries to link libraries, and the linker complains.
+    # DeepSpeed reads this table for one operator, of tensor-parallel inference on CPU, which nothing here calls;
+    # building that needs a compiler and 10 s. To fill the table it tries to link libraries, and the linker complains.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
 
 def _forget_stale_groups() -> None:
-    """Drop DeepSpeed's clone of the default process group, made once a process, where that group has ended with an
+    """Drop DeepSpeed's clone of the default process group, made once per process, if that group has ended with an
     inline workbench that was closed."""
     from deepspeed.utils import groups
 
     if groups._WORLD_GROUP is not None:
         try:
             torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
-        except ValueError:  # not registered any more
+        except ValueError:  # no longer registered
             groups._WORLD_GROUP = None
 
 
 class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
-    """Each replica's model is cut over t tensor ranks, see `shard_model`, which all get the same rows; what a rank
-    holds is sharded over the replicas as `Training.zero_stage` says.
+    """Each replica's model is cut over t tensor ranks, see `shard_model`, which all get the same rows; each rank's
+    slices are sharded over the replicas by `Training.zero_stage`.
 
-    The tensor-parallel layers are those of the torch engine. DeepSpeed's own (AutoTP) have no log-probabilities of a
-    vocabulary that is cut.
+    The tensor-parallel layers are those of the torch engine. DeepSpeed's own (AutoTP) cannot compute log-probabilities
+    over a vocabulary that is cut.
     """
 
     def __init__(
@@ -461,7 +461,7 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
         for name in sorted(self._shard.partial):
             self._shard.held[name].register_hook(lambda gradient: groups.tensor.all_reduce(gradient.clone()))
         data = groups.data.process_group or dist.new_subgroups(1)[0]
-        ranks = SimpleNamespace(  # as Megatron names them
+        ranks = SimpleNamespace(  # with Megatron's names
             get_model_parallel_group=lambda: groups.tensor.process_group,
             get_model_parallel_world_size=lambda: groups.tensor.world_size,
             get_model_parallel_rank=lambda: groups.tensor.rank,

@@ -1,5 +1,5 @@
-"""A loaded model reduced to the shard that one rank of a layout (p, t, d) holds, and what engines of such shards share:
-whole weights gathered from slices, the norm of sliced gradients."""
+"""Reduces a loaded model to the shard of one rank of a layout (p, t, d). Also the base class of engines with such
+shards: gathers whole weights from slices, and computes the norm of sliced gradients."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from workbench.settings.layout import Layout
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-BLOCKS = {"self_attn": "o_proj", "mlp": "down_proj"}  # of a decoder layer, and the layer that leads out of each
+BLOCKS = {"self_attn": "o_proj", "mlp": "down_proj"}  # blocks of a decoder layer -> the last layer of each
 SLICED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", *BLOCKS.values(), "embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShard:
-    """What a rank holds. weights: all of the model's. held: this rank's slices of them, by transformers' names.
+    """A rank's shard. weights: all of the model's. held: this rank's slices of them, by transformers' names.
 
     partial: names of weights that every tensor rank holds whole, while each computes a part of their gradient: norms
     inside a block, which act on the rank's own heads.
@@ -48,14 +48,14 @@ class ModelShard:
 
 
 class StagePlaceholder(nn.Module):
-    """In place of a layer of another pipeline stage: hidden states pass unchanged."""
+    """Replaces a layer of another pipeline stage: hidden states pass unchanged."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
 def check_shardable(config: PreTrainedConfig, layout: Layout, head: Literal["lm", "scalar"]) -> ModelWeights:
-    """The weights of a model; `BadInput`, naming one, where it cannot be trained in `layout`."""
+    """Return the weights of a model; raise `BadInput`, naming a weight, if the model cannot be trained in `layout`."""
     weights = model_weights(config, head=head)
     weights.check(layout.p, layout.t)
     if layout.t == 1:
@@ -85,7 +85,7 @@ def check_shardable(config: PreTrainedConfig, layout: Layout, head: Literal["lm"
 def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
     """Reduce `module` in place to this rank's shard. Every rank of a replica calls it with the same whole module.
 
-    Raises `BadInput` where the layout cannot cut the model, or a trial shows that it then computes something else.
+    Raises `BadInput` if the layout cannot cut the model, or a trial shows that the cut model computes something else.
     """
     backbone: Any = module.get_backbone()
     layout = groups.layout
@@ -112,13 +112,13 @@ def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
 
 
 def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, family: str) -> None:
-    """Raise `BadInput` on every rank of the replica unless hidden states [T, hidden] of the model that is cut, on the
-    last stage, are those of the whole one."""
+    """Raise `BadInput` on every rank of the replica unless the cut model's hidden states [T, hidden], on the last
+    stage, are those of the whole model."""
     expected, error = whole.float(), torch.zeros(())
     if cut is not None:
         error = ((cut.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
     low = cut is not None and torch.bfloat16 in (cut.dtype, whole.dtype)
-    # rounding is below these limits; a layer that is left out or computed twice gives about 1
+    # rounding errors are below these limits; a layer that is left out or computed twice gives about 1
     wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
     if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
         raise BadInput(
@@ -129,7 +129,7 @@ def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, fam
 
 
 def _held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
-    """The parameters of this stage by transformers' names; a tied one is one parameter."""
+    """Return the parameters of this stage by transformers' names; tied weights are one parameter."""
     names, by_name = transformers_names(module), {weight.name: weight for weight in weights}
     found = {names.get(own, own): parameter for own, parameter in module.named_parameters()}
     if differ := found.keys() ^ by_name.keys():
@@ -164,8 +164,8 @@ def _slice_vocabulary(module: PackedModule, weights: ModelWeights, groups: Paral
 
 
 def _partial_weights(weights: ModelWeights) -> frozenset[str]:
-    """`ModelShard.partial`: whole weights inside a block, but for the bias of its last layer, which is added after the
-    sum over the ranks."""
+    """Return `ModelShard.partial`: whole weights inside a block, except the bias of its last layer, which is added
+    after the sum over the ranks."""
 
     def inside_block(weight: Weight) -> bool:
         steps = weight.name.split(".")
@@ -175,7 +175,7 @@ def _partial_weights(weights: ModelWeights) -> frozenset[str]:
 
 
 def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
-    """Keep the layers of this stage, under their names in the whole model."""
+    """Keep only the layers of this stage, under their names in the whole model."""
     backbone: Any = module.get_backbone()
     each = weights.layers // groups.layout.p
     for number in range(weights.layers):
@@ -192,7 +192,7 @@ def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: Para
 
 
 class ShardedEngine(TrainingEngine):
-    """Each rank holds `_shard.held`, slices of the weights of its stage."""
+    """Base class of engines whose ranks hold `_shard.held`, slices of the weights of their stage."""
 
     _groups: ParallelGroups
     _shard: ModelShard
@@ -226,7 +226,7 @@ class ShardedEngine(TrainingEngine):
                 yield weight.name, self._whole(weight, part)
 
     def _on_two_stages(self) -> list[Weight]:
-        """The weights of this stage that another stage holds too: a tied embedding."""
+        """Return the weights of this stage that another stage holds too: a tied embedding."""
         weights, p = self._shard.weights, self._groups.layout.p
         return [w for w in weights.of_stage(self._groups.pipeline.rank, p) if len(weights.stages(w, p)) > 1]
 
@@ -247,8 +247,8 @@ class ShardedEngine(TrainingEngine):
 
     @torch.no_grad()
     def _whole(self, weight: Weight, held: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole weight on all ranks, from each rank's part: gathered in the tensor group of the first stage that
-        has it, then broadcast to the other stages."""
+        """Return the whole weight on all ranks, from each rank's part: gathered in the tensor group of the first stage
+        that has it, then broadcast to the other stages."""
         groups, t = self._groups, self._groups.layout.t
         source = self._shard.weights.stages(weight, groups.layout.p)[0]
         whole = torch.empty(weight.shape, dtype=dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""A model whose layers are on several ranks, one after the other: hidden states go forward, their gradients back.
+"""A model whose layers are on several ranks in sequence: hidden states go forward, their gradients back.
 
 The schedule of an optimizer step is 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): stage
 i of p has at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
@@ -27,8 +27,8 @@ OF_BACKBONE = ("input_ids", "lengths", "after")
 class Pipeline:
     """This rank's stage of a pipeline.
 
-    module: reduced to the stage. hidden_size, dtype: of the hidden states that are sent. autocast, span: contexts for
-    computing in the module, and for one forward or backward pass of so many tokens.
+    module: reduced to the stage. hidden_size, dtype: of the hidden states that are sent. autocast, span: make the
+    contexts for computing in the module, and for one forward or backward pass of some number of tokens.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Any]) -> Any:
-        """The module's output on the last stage, zeros of its shape on the others, which are free for the next pass as
-        soon as they have sent their hidden states."""
+        """Return the module's output on the last stage, and zeros of its shape on the others, which are free for the
+        next pass as soon as they have sent their hidden states."""
         hidden = self.hidden_states(inputs)
         read = {name: value for name, value in inputs.items() if name not in OF_BACKBONE}
         if hidden is None:
@@ -58,13 +58,13 @@ class Pipeline:
 
     @torch.no_grad()
     def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """The whole backbone's hidden states [T, H], on the last stage."""
+        """Return the whole backbone's hidden states [T, H] on the last stage, None on the others."""
         output = self._stage(inputs, self._with_previous(None, inputs))
         self._with_next(output, None)
         return output if self._last else None
 
     def step(self, passes: Sequence[Pass]) -> None:
-        """Forward and backward passes of all micro-batches; gradients stay in the parameters."""
+        """Run forward and backward passes of all micro-batches; gradients stay in the parameters."""
         ahead = min(self._ranks.world_size - 1 - self._ranks.rank, len(passes))
         in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
 
@@ -85,7 +85,7 @@ class Pipeline:
             self._with_previous(self._backward(*sent, self._with_next(None, sent[1])), None)
 
     def _forward(self, micro: Pass, received: Tensor | None) -> Tensor:
-        """This stage's hidden states [T, H], or on the last stage the loss."""
+        """Return this stage's hidden states [T, H], or on the last stage the loss."""
         micro.begin()
         with self._span("forward", micro.tokens):
             hidden = self._stage(micro.inputs, received)
@@ -97,7 +97,7 @@ class Pipeline:
             return micro.loss(output)
 
     def _backward(self, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """The gradient [T, H] of the received hidden states; None on the first stage."""
+        """Return the gradient [T, H] of the received hidden states; None on the first stage."""
         with self._span("backward", 0):
             torch.autograd.backward(output, gradient)
         if received is None:
@@ -112,8 +112,8 @@ class Pipeline:
         return hidden if self._last else hidden.to(self._dtype).contiguous()
 
     def _with_previous(self, gradient: Tensor | None, inputs: Mapping[str, Any] | None) -> Tensor | None:
-        """Send a gradient to the stage before, and receive the hidden states of a micro-batch from it, each where there
-        is one."""
+        """Send `gradient`, if given, to the previous stage, and receive a micro-batch's hidden states from it, if
+        `inputs` are given."""
         if self._first or (gradient is None and inputs is None):
             return None
         before, received = self._ranks.rank - 1, None
@@ -127,8 +127,8 @@ class Pipeline:
         return None if received is None else received.requires_grad_(torch.is_grad_enabled())
 
     def _with_next(self, output: Tensor | None, awaited: Tensor | None) -> Tensor | None:
-        """Send hidden states to the stage after, and receive the gradient of others from it, each where there is
-        one."""
+        """Send `output` (hidden states), if given, to the next stage, and receive the gradient of `awaited` from it, if
+        given."""
         if self._last:
             return None
         after = self._ranks.rank + 1

@@ -1,7 +1,7 @@
-"""One optimizer step: its micro-batches, its learning rate, the scale of its losses in fp16, and what it did.
+"""Parts of an optimizer step: its micro-batches, its learning rate, the scale of its losses in fp16, and its report.
 
 Optimizers by `Training`: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with Muon, or with moments of 8 bits
-(Dettmers et al. 2021, arXiv:2110.02861; by bitsandbytes); and where their state lies.
+(Dettmers et al. 2021, arXiv:2110.02861; by bitsandbytes); and access to their state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GROWTH_STEPS = 2000  # as in torch.amp.GradScaler
 class Pass:
     """A micro-batch of an optimizer step.
 
-    inputs: keyword arguments of the module's `forward`. loss: from its output to a scalar already divided by the
-    minibatch's denominator; called where the output is, on a pipeline on the last stage. tokens: for the record. begin:
-    called on every rank before its forward pass.
+    inputs: keyword arguments of the module's `forward`. loss: maps its output to a scalar already divided by the
+    minibatch's denominator; called on the ranks that have the output, on a pipeline the last stage. tokens: for the
+    record. begin: called on every rank before its forward pass.
     """
 
     inputs: Mapping[str, Any]
@@ -42,11 +42,11 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
+    """The report of one optimizer step: global gradient norm before clipping, learning rate used, steps taken so far.
 
-    skipped: the norm was not finite; weights, optimizer and step count did not change. culprit: then the first weight
-    whose gradient is not finite, by transformers' names; empty where the engine does not know. loss_scale: that of this
-    step, of an engine in fp16.
+    skipped: the norm was not finite; weights, optimizer and step count did not change. culprit: the first weight whose
+    gradient is then not finite, by transformers' names; "" if the engine does not know it. loss_scale: the loss scale
+    of this step, for an engine in fp16.
     """
 
     grad_norm: float
@@ -58,10 +58,10 @@ class StepReport:
 
 
 def learning_rate(settings: Training, steps: int) -> float:
-    """The rate of the next optimizer step, when `steps` have been taken.
+    """Return the learning rate of the next optimizer step, after `steps` steps.
 
-    Rises linearly over `warmup_steps` steps (the first step already moves), then stays, or falls to 0 at `total_steps`
-    along a line or half a cosine; it is 0 from there on. A function says the factor of each step itself.
+    It rises linearly over `warmup_steps` steps (the first step already moves), then stays, or falls to 0 at
+    `total_steps` along a line or half a cosine; it is 0 from there on. A function gives each step's factor.
     """
     if callable(settings.schedule):
         return settings.peak_learning_rate * factor_of(settings.schedule, steps)
@@ -76,7 +76,7 @@ def learning_rate(settings: Training, steps: int) -> float:
 
 
 def over(settings: Training, steps: int) -> str:
-    """What to say when the last of `steps` came after the end of the schedule, and moved nothing; else empty."""
+    """Return a note if the last of `steps` came after the end of the schedule, and moved no weight; else ""."""
     end = settings.total_steps
     if settings.schedule not in ("linear", "cosine") or end is None or steps <= end:
         return ""
@@ -88,13 +88,13 @@ def over(settings: Training, steps: int) -> str:
 
 @dataclass(kw_only=True)
 class LossScale:
-    """What losses are multiplied by before the backward pass, and gradients divided by after it, so that small ones do
-    not vanish in fp16 (Micikevicius et al. 2018, arXiv:1710.03740).
+    """The factor by which losses are multiplied before the backward pass, and gradients divided after it, so that small
+    gradients do not vanish in fp16 (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    It is a power of two, so that neither rounds; halved where a gradient is not finite, and doubled after
-    `growth_steps` steps in a row whose gradients were.
+    It is a power of two, so that neither operation rounds; it is halved if a gradient is not finite, and doubled after
+    `growth_steps` steps in a row with finite gradients.
 
-    good_steps: of these, so far.
+    good_steps: such steps in a row so far.
     """
 
     scale: float = FIRST
@@ -111,14 +111,14 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int]:
-        """What a checkpoint keeps of it."""
+        """The values that a checkpoint keeps."""
         return self.scale, self.good_steps
 
 
 @contextmanager
 def finite_gradients(scale: LossScale | None, compute: Callable[[], bool], drop: Callable[[], None]) -> Iterator[None]:
-    """Inside, there are gradients, which `compute` has computed and `drop` will drop. In fp16 they are computed again
-    with half the loss scale while `compute` says that they overflow; afterwards the scale is as before."""
+    """Provide gradients inside the block: `compute` computes them, and `drop` drops them at its end. In fp16 they are
+    computed again with half the loss scale while `compute` reports an overflow; afterwards the scale is as before."""
     kept = 0.0 if scale is None else scale.scale
     try:
         while not compute() and scale is not None and scale.scale > LEAST:
@@ -135,15 +135,15 @@ StateKind = Literal[
     "weights", "parameters", "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",
     "exp_avg_scales", "exp_avg_sq_scales",
 ]  # fmt: skip
-"""Kinds of state: weights that are not trained, those that are (parameters), both moments of Adam, that of Muon, both
-moments of 8-bit Adam: a code an element, and a scale a block of elements."""
+"""Kinds of state: untrained weights, trained weights (parameters), both moments of Adam, Muon's momentum, and both
+moments of 8-bit Adam: a code per element, and a scale per block of elements."""
 ADAM: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 MUON: tuple[StateKind, ...] = ("momentum_buffer",)
 CODES: tuple[StateKind, ...] = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES: tuple[StateKind, ...] = ("exp_avg_scales", "exp_avg_sq_scales")
 MOMENTS: tuple[StateKind, ...] = (*ADAM, *MUON, *CODES, *SCALES)
-# Kind of state -> bitsandbytes' name for it. Small tensors have fp32 moments; of the others each moment is a code of 8
-# bits an element, and the largest magnitude of each block of elements.
+# Kind of state -> bitsandbytes' name for it. Small tensors have fp32 moments; large ones have, for each moment, a code
+# of 8 bits per element, and the largest magnitude of each block of elements.
 SMALL = {"exp_avg": "state1", "exp_avg_sq": "state2"}
 LARGE = {
     "exp_avg_codes": "state1",
@@ -154,7 +154,7 @@ LARGE = {
 
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -> torch.optim.Optimizer:
-    """With the groups of `Training.group_of`. parameters: by transformers' names; those that are trained count."""
+    """Make an optimizer with the groups of `Training.group_of`. parameters: by transformers' names, trained or not."""
     found: dict[tuple[bool, int, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -175,12 +175,12 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, as one."""
+    """Several optimizers, each for its own parameters, as one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._parts = parts
-        for part in parts:  # the groups and the state are those of all
+        for part in parts:  # the parts share groups and state
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -189,7 +189,7 @@ class Together(torch.optim.Optimizer):
 
 
 def set_rates(optimizer: torch.optim.Optimizer, settings: Training, rate: float) -> None:
-    """Have the optimizer's next step use these settings. rate: of the schedule."""
+    """Make the optimizer's next step use these settings. rate: the schedule's."""
     for group in optimizer.param_groups:
         decay = settings.weight_decay if group["decays"] else 0.0
         factor = settings.rates[group["pattern"]] if settings.rates and group["pattern"] else 1.0
@@ -201,9 +201,9 @@ def set_rates(optimizer: torch.optim.Optimizer, settings: Training, rate: float)
 def make_moments(
     optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
 ) -> None:
-    """Make an optimizer's moments before its first step, as zeros. make: `torch.empty_like` where all of them are about
+    """Create an optimizer's moments before its first step, as zeros. make: `torch.empty_like` if all of them are about
     to be written, so that their memory is touched once."""
-    if hasattr(optimizer, "init_state"):  # of bitsandbytes
+    if hasattr(optimizer, "init_state"):  # bitsandbytes' optimizer
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
                 optimizer.init_state(group, parameter, g, p)
@@ -220,8 +220,8 @@ def make_moments(
 def with_moments(
     optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], moved: Callable[[], bool]
 ) -> Iterator[None]:
-    """Inside, an optimizer that has no moments yet has all of them, which it would itself make between the updates of
-    its groups. Where in the end no weight has moved there are none again."""
+    """Inside the block, an optimizer without moments has all of them, which it would otherwise create between the
+    updates of its groups. If no weight has moved at the end, the moments are removed again."""
     first = not optimizer.state
     try:
         if first:
@@ -233,7 +233,7 @@ def with_moments(
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of AdamW, where it has moments."""
+    """Set the step count of AdamW, if it has moments."""
     for entry in optimizer.state.values():
         if isinstance(entry.get("step"), Tensor):
             entry["step"].fill_(steps)
@@ -242,14 +242,14 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def moment_of(entry: Mapping[str, Any], kind: StateKind) -> Tensor | None:
-    """A moment in an optimizer's state of a parameter; None where that has others."""
+    """Return a moment in an optimizer's state of a parameter; None if the state has other kinds."""
     names = {kind: kind} if "state1" not in entry else LARGE if "absmax1" in entry else SMALL
     return entry.get(names[kind]) if kind in names else None
 
 
 def _adamw_8bit(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW8bit of these parameter groups."""
-    # at import it tells that it has no kernels of 4 bits for this CPU, of which nothing is used here
+    """Make bitsandbytes' AdamW8bit for these parameter groups."""
+    # at import it warns that it has no 4-bit kernels for this CPU, which are not used here
     quiet = logging.getLogger("bitsandbytes")
     level = quiet.level
     quiet.setLevel(logging.ERROR)

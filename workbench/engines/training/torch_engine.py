@@ -1,6 +1,6 @@
-"""Data-parallel training with nothing but torch; also what runs a model that is not trained.
+"""Data-parallel training with nothing but torch; this engine also runs models that are not trained.
 
-3D parallel training with nothing but torch: tensor x pipeline x data, HybridFlow's layout (p, t, d).
+Also 3D parallel training with nothing but torch: tensor x pipeline x data, HybridFlow's layout (p, t, d).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from workbench.telemetry import span
 
 
 class TorchEngine(TrainingEngine):
-    """Every rank holds the whole module.
+    """A torch engine whose ranks each hold the whole module.
 
     Trained parameters are kept in fp32, whatever `dtype`, and frozen ones in `dtype`. With bfloat16 or float16 a
     trained module computes under autocast, with float16 on scaled losses, see `LossScale`. A module with
@@ -102,7 +102,7 @@ class TorchEngine(TrainingEngine):
             self.module.zero_grad()
 
     def _scaled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
-        """The same with scaled losses, in fp16."""
+        """Return the passes, in fp16 with scaled losses."""
         scale = self.loss_scale
         return passes if scale is None else [micro.times(scale.scale) for micro in passes]
 
@@ -141,8 +141,8 @@ class TorchEngine(TrainingEngine):
 
     @torch.no_grad()
     def _sum_gradients(self, over_replicas: bool = True) -> None:
-        """Sum the gradients of all trained parameters, in place, over the ranks that have parts of them: zeros where no
-        micro-batch of this rank used one."""
+        """Sum the gradients of all trained parameters, in place, over the ranks that have parts of them: zeros if no
+        micro-batch of this rank used a parameter."""
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -193,7 +193,7 @@ class TorchEngine(TrainingEngine):
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors in groups of about `BUCKET_ELEMENTS` elements, of which a call sums one over the ranks."""
+    """Yield consecutive tensors in groups of about `BUCKET_ELEMENTS` elements; one call sums a group over the ranks."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -210,9 +210,9 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
     """Each replica's model is sharded over p pipeline stages of t tensor ranks, see `shard_model`; all its ranks get
     the same rows.
 
-    `forward` gives the output on the last stage, and zeros in its shape on the others. Weights that all tensor ranks
-    hold, and a tied embedding, which the first and the last stage hold, have equal gradients there, and count once in
-    the norm.
+    `forward` returns the output on the last stage, and zeros of the same shape on the other stages. Weights that all
+    tensor ranks hold, and a tied embedding on the first and last stage, have equal gradients on these ranks, and count
+    once in the norm.
     """
 
     def __init__(

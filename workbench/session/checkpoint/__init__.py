@@ -1,4 +1,4 @@
-"""The whole of a run on disk: `lab.save`, automatic saves, `wb.restore`, and scripts that are resumed."""
+"""Checkpoints: the whole state of a run on disk, for `lab.save`, automatic saves, `wb.restore` and resumed scripts."""
 
 from workbench.session.checkpoint.files import Checkpoint, find_checkpoint
 

@@ -1,4 +1,4 @@
-"""`lab.save` and `lab.autosave`: every rank writes its part of every role, the controller what it knows itself."""
+"""`lab.save` and `lab.autosave`: every rank writes its part of every role, the controller writes its own state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ANSWER_S = 60.0  # how long an error waits until hosts have closed the files
 
 @dataclass
 class Automatic:
-    """When to save by itself, and where. iteration, time_s: of the last one. written: those that are left."""
+    """When and where `autosave` saves. iteration, time_s: of the last save. written: saved folders that still exist."""
 
     folder: Path
     every: int | None
@@ -55,12 +55,12 @@ class Automatic:
     written: list[Path] = field(default_factory=list)
 
     def note(self, folder: Path, iteration: int) -> None:
-        """A checkpoint was written."""
+        """Note that a checkpoint was written."""
         self.iteration, self.time_s = iteration, time.monotonic()
         self.written.append(folder)
 
     def due(self, iteration: int) -> bool:
-        """Whether it is time, after that many iterations."""
+        """Whether it is time to save, after `iteration` iterations."""
         if iteration <= self.iteration:
             return False
         counted = self.every is not None and iteration - self.iteration >= self.every
@@ -68,30 +68,30 @@ class Automatic:
 
 
 def _unused(folder: Path) -> Path:
-    """Another folder where this one is there: of the same iteration, which is made again after `recover`."""
+    """Return the folder, or one with a number appended where it exists: after `recover` an iteration is saved again."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], names) if not path.exists())
 
 
 class Checkpoints:
-    """Saves a run to disk: on request, and by itself between iterations. automatic: when that is."""
+    """Saves a run to disk: on request, and between iterations. automatic: when to save without a request."""
 
     def __init__(self, runner: StageRunner, position: Position, prompts: Callable[[], PromptStream]) -> None:
         self._runner, self._position, self._prompts = runner, position, prompts
         self.automatic: Automatic | None = None
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
-        """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
-        the random states of their ranks; the positions of prompts, examples and the algorithm. `wb.restore(path)` goes
-        on from it, under this placement or another, and a script with `--resume PATH`.
+        """Write the whole state of the run to a new folder: of each role the weights, moments of Adam, step count and
+        schedule; the random states of the ranks; the positions of prompts, examples and the algorithm.
+        `wb.restore(path)`, and a script with `--resume PATH`, continue from it, under this placement or another.
 
-        algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
-        step, while a variable holds it. models: also write each trained role's model to
+        algorithm: the algorithm to save, with its KL coefficient, multiplier and unfinished iteration; None: the one
+        that took the last step, while a variable holds it. models: also write each trained role's model to
         `roles/<role>/model`, for transformers and vLLM.
 
-        The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
-        see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
-        `StageError` where a rank cannot write; what was saved before stays as it was.
+        The folder appears once all of it is on the disk, or not at all. With several machines, all of them must see the
+        folder. Waits for the stages under way. Raises `BadInput` where the folder is not empty or the disk has no room,
+        `StageError` where a rank cannot write; earlier checkpoints stay as they were.
         """
         self._runner.check_driver()
         folder = new_or_empty(path_of(path, "path"))
@@ -110,23 +110,23 @@ class Checkpoints:
         self, every: PositiveInt | None = 1, *, minutes: PositiveFloat | None = None, keep: PositiveInt = 2,
         folder: str | Path | None = None, models: bool = False,
     ) -> None:  # fmt: skip
-        """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
-        `lab.autosave(minutes=30)` goes by these alone, `lab.autosave(None)` ends it.
+        """Save after each `every` iterations, or when `minutes` have passed since the last save, whichever comes first.
+        `lab.autosave(minutes=30)` goes by minutes alone; `lab.autosave(None)` ends automatic saves.
 
-        It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
-        keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
-        default `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and
-        the run goes on.
+        Saves after an algorithm's iteration has ended, and before prompts or examples of the next one are drawn. keep:
+        how many automatic checkpoints stay on the disk; older ones are deleted after a new one is written. folder:
+        where to save; default `checkpoints` in the run folder. models: as in `save`. A save that fails gives a warning,
+        and the run goes on.
         """
         if every is None and minutes is None:
             self.automatic = None
             return
         where = self._runner.hosts.run_folder / AUTOMATIC if folder is None else real_path(folder, "autosave(folder)")
-        every = None if minutes is not None and every == 1 else every  # each iteration would always come first
+        every = None if minutes is not None and every == 1 else every  # every=1 would always come first
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
-        """Between two iterations: save where `autosave` says so."""
+        """Save between two iterations, if `autosave` asks for it now."""
         automatic, iteration = self.automatic, self._runner.counters.iteration
         if automatic is None or self._runner.snapshots.open or not automatic.due(iteration):
             return
@@ -172,7 +172,7 @@ class Checkpoints:
         return read_checkpoint(folder)
 
     def _check_can_save(self, folder: Path, algorithm: Algorithm | None) -> None:
-        """Raise where roles cannot be saved now; waits for the stages under way."""
+        """Wait for the stages under way, and raise where roles cannot be saved now."""
         runner = self._runner
         runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
         if runner.scheduler.overlaps and runner.open_runs():
@@ -182,7 +182,7 @@ class Checkpoints:
         for group in runner.groups.by_role.values():
             runner.groups.check_alive(group)
         runner.scheduler.drain()
-        under_way = algorithm is not None and algorithm.under_way  # and would take all steps of an update that failed
+        under_way = algorithm is not None and algorithm.under_way  # it would repeat all steps of a failed update
         if left := runner.interrupted.open_updates(failed=under_way):
             raise BadInput(
                 f"save({str(folder)!r}) while {left[0]} is between two of its steps, where it was stopped or failed",
@@ -192,11 +192,11 @@ class Checkpoints:
             )  # fmt: skip
 
     def _role_files(self, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
-        """What there is to save of each role: all that training, or a refreshed reference, has changed."""
+        """Return what to save of each role: all state that training, or a refresh of the reference, has changed."""
         description, weights = self._runner.hosts.description, self._runner.counters.weights
         found, described = {}, description.role_models()
         for role, model in described.items():
-            if role == ROLLOUT:  # they are sent the actor's weights
+            if role == ROLLOUT:  # rollout workers are sent the actor's weights
                 continue
             parts = saved_parts(described, role, refreshed=bool(role in weights and weights[role].state))
             if model is not None and not parts:
@@ -222,7 +222,7 @@ class Checkpoints:
             write_bytes(folder / LEDGER, prompts.records.state())
         state["buffer"] = position.buffer.state(_keeping(folder, "buffer"))
         rank_states = self._on_ranks(roles, "save_role", bar)
-        # only when every rank has written its part: here ranks wait for each other
+        # only after every rank has written its part: in this step ranks wait for each other
         self._on_ranks({role: files for role, files in roles.items() if files.model}, "save_model", bar)
         for role, files in roles.items():
             for path in files.expected(moments=rank_states[role][0].moments):
@@ -254,7 +254,7 @@ class Checkpoints:
         write_manifest(folder, values, hosts.description, rank_states)
 
     def _on_ranks(self, roles: Mapping[str, RoleFiles], method: str, bar: Progress) -> dict[str, list[Any]]:
-        """Have all ranks of roles write; the answers of each role's ranks."""
+        """Have all ranks of the roles write, and return the answers of each role's ranks."""
         runner, backend = self._runner, self._runner.hosts.backend
         steps = {
             (role, rank): runner.hosts.step(f"saving {role}", host, method, files, rank)
@@ -262,7 +262,7 @@ class Checkpoints:
         }  # fmt: skip
         try:
             found = settle(backend, list(steps.values()), bar.note)
-        except BaseException:  # they write into a folder that is about to go
+        except BaseException:  # ranks still write into a folder that is about to be deleted
             backend.wait([step.pending for step in steps.values()], ANSWER_S)
             for step in steps.values():
                 if not step.pending.done():
@@ -275,7 +275,7 @@ class Checkpoints:
 
 
 def saved_parts(models: Models, role: str, *, refreshed: bool) -> tuple[Part, ...]:
-    """The parts of a role that change. refreshed: whether weights that are not trained were given to it."""
+    """Return the parts of a role that change. refreshed: whether a role that is not trained was given new weights."""
     model = models[role]
     if model is None:
         return ()
@@ -299,7 +299,7 @@ def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
 
 
 def _keeping(folder: Path, part: str) -> Callable[[Batch], dict[str, str]]:
-    """What writes each batch to a file of its own, in a part of a checkpoint's folder."""
+    """Return a function that writes each batch to a file of its own, in subfolder `part` of a checkpoint."""
     numbers = itertools.count()
 
     def keep(batch: Batch) -> dict[str, str]:
@@ -311,7 +311,7 @@ def _keeping(folder: Path, part: str) -> Callable[[Batch], dict[str, str]]:
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
-    """The position of an algorithm; what the iteration under way has made is written to files of its own."""
+    """Return the position of an algorithm; write what its unfinished iteration has made to files."""
     made: dict[str, Any] = {}
     keep = _keeping(folder, "made")
     for stage, value in algorithm.made.items() if algorithm.under_way else ():

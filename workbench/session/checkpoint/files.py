@@ -1,18 +1,18 @@
-"""The folder of a checkpoint: what is in it, how it comes to be whole or not at all, and how one is found again.
+"""The folder of a checkpoint: its files, how it is written whole or not at all, and how it is found again.
 
-    checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
-                        each other file its bytes and SHA-256; signed by the user who wrote it
-    ledger.safetensors  what the ledger of prompts knows, see `workbench.data.ledger`
+    checkpoint.json     the manifest: format, iteration, placement, counters, positions of prompts and algorithm; and of
+                        each other file its size and SHA-256; signed by the user who wrote it
+    ledger.safetensors  the state of the ledger of prompts, see `workbench.data.ledger`
     random.safetensors  states of the random generators of each role's ranks
-    controller.pkl      the description of the workbench, with its functions and worker classes, and what workers add
-                        (`Worker.extra_state`): the only pickle, but for states of workers of the user's own. Pickles
-                        are loaded only where the manifest names them and this user has signed it
+    controller.pkl      the description of the workbench, with its functions and worker classes, and extra state
+                        of workers (`Worker.extra_state`). The only pickle, apart from states of the user's own workers.
+                        Pickles are loaded only where the manifest names them and this user has signed it
     roles/<role>/       see `workbench.workers.role_state`; model/ is loaded by transformers and vLLM
     made/               batches of an iteration that was under way
 
-It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is
-killed while saving leaves that behind, and every earlier checkpoint as it was. The next save beside it clears it away
-when nobody has written to it for an hour. A file that the manifest does not name is never read.
+A checkpoint is written next to its final place, under a name that begins with a dot, and renamed once it is whole: a
+process that is killed while saving leaves this folder behind, and earlier checkpoints as they were. A later save there
+deletes the folder after an hour without writes. A file that the manifest does not name is never read.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ PARTS = {"roles", "made", "buffer", CONTROLLER, RANDOM, LEDGER, MANIFEST}  # wha
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `lab.save` wrote. folder: absolute. values: what its manifest says."""
+    """A checkpoint that `lab.save` wrote. folder: an absolute path. values: the content of its manifest."""
 
     folder: Path
     values: Mapping[str, Any] = field(repr=False)
 
     @property
     def iteration(self) -> int:
-        """How many iterations had begun."""
+        """The number of iterations that had begun."""
         return int(self.values["state"]["iteration"])
 
     @property
@@ -75,7 +75,7 @@ class Checkpoint:
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
     def verify(self) -> None:
-        """Raise `BadInput` naming the first file that is not as it was written."""
+        """Raise `BadInput` naming the first file that has changed since it was written."""
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda name: _entry(self.folder, name), self.values["files"])
             for (name, written), now in zip(self.values["files"].items(), found, strict=True):
@@ -83,24 +83,24 @@ class Checkpoint:
                     raise self._damaged(name, now)
 
     def require(self, path: Path) -> None:
-        """Raise `BadInput` where the manifest does not name a file of it."""
+        """Raise `BadInput` where the manifest does not name this file."""
         if (name := path.relative_to(self.folder).as_posix()) not in self.values["files"]:
             raise self._damaged(name, None)
 
     def checksums(self, prefix: str) -> dict[str, str]:
-        """Of the files whose names begin so: the last part of the name, and its SHA-256."""
+        """Return the SHA-256 of the files whose names begin with `prefix`, by the last part of the name."""
         return {
             name.rpartition("/")[2]: str(entry["sha256"])
             for name, entry in self.values["files"].items() if name.startswith(prefix)
         }  # fmt: skip
 
     def trust(self) -> None:
-        """Sign it as this user's own, after its files were verified; its code is run when it is restored."""
+        """Verify the files, then sign the checkpoint as this user's own: restoring it then runs its code."""
         self.verify()
         files.write_json(self.folder / MANIFEST, signed(self.values), flush=True)
 
     def _read(self, name: str) -> bytes:
-        """The content of a file that the manifest names, with its checksum: these very bytes were written."""
+        """Return the content of a file that the manifest names, after a check of its size and checksum."""
         self.require(self.folder / name)
         try:
             data = files.read_bytes(self.folder / name, limit=None)
@@ -122,8 +122,8 @@ class Checkpoint:
         )  # fmt: skip
 
     def controller(self) -> tuple[Description, dict[str, list[RankState]]]:
-        """The description of the workbench, and by role the small state of each rank. `BadInput` where this user has
-        not signed it, `MissingDependency` where code that it names cannot be imported."""
+        """Return the description of the workbench, and by role the small state of each rank. Raises `BadInput` where
+        this user has not signed the checkpoint, `MissingDependency` where code that it names cannot be imported."""
         from safetensors.torch import load
 
         from workbench.workers.role_state import RankState
@@ -159,11 +159,11 @@ class Checkpoint:
         return description, states
 
     def ledger(self) -> bytes | None:
-        """What the ledger of prompts knew; None where there was none."""
+        """Return the saved state of the ledger of prompts; None where there was no ledger."""
         return self._read(LEDGER) if LEDGER in self.values["files"] else None
 
     def described(self) -> str:
-        """For one who decides whether to trust it: what it is, who owns it, by whom it is signed."""
+        """Describe the checkpoint (kind, owner, signer), so that the user can decide whether to trust it."""
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
         by_user = "signed" if is_signed(self.values) else "not signed"
         return (
@@ -183,12 +183,12 @@ class Checkpoint:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what processes that were killed while saving have left in a folder, where there is one: nobody has written
-    to it for an hour."""
+    """Delete unfinished checkpoints in a folder, if there is one: leftovers of processes that were killed while saving,
+    to which nobody has written for an hour."""
     for left in folder.glob(".*"):
         if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
             continue
-        with contextlib.suppress(OSError):  # it became a checkpoint just now
+        with contextlib.suppress(OSError):  # it was renamed to its final name just now
             ours = {inner.name for inner in left.iterdir()} <= PARTS
             newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
             if ours and time.time() - newest > STALE_S:
@@ -198,9 +198,9 @@ def sweep(folder: Path) -> None:
 def write_manifest(
     folder: Path, values: Mapping[str, Any], description: Description, states: Mapping[str, Sequence[RankState]]
 ) -> Checkpoint:
-    """Write the files of the controller, after all others; the manifest names them all.
+    """Write the files of the controller, after all others, and last the manifest, which names all files.
 
-    states: of each role's ranks.
+    states: the state of each role's ranks.
     """
     from safetensors.torch import save
 
@@ -216,7 +216,7 @@ def write_manifest(
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
     def finished(name: str) -> dict[str, Any] | None:
-        (folder / name).chmod(files.PRIVATE)  # libraries write as the umask says
+        (folder / name).chmod(files.PRIVATE)  # libraries write with the permissions of the umask
         files.to_disk(folder / name)
         return _entry(folder, name)
 
@@ -230,7 +230,7 @@ def write_manifest(
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; `BadInput` where its manifest is none, or of another format."""
+    """Return the checkpoint in a folder. Raises `BadInput` where the manifest is missing, or has another format."""
     try:
         values = files.read_json(folder / MANIFEST)
     except FileNotFoundError as error:
@@ -242,7 +242,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint at `path`: itself; or the newest in a run folder, in its `checkpoints`, or in a folder of runs.
+    """Return the checkpoint at `path`, or the newest one in a run folder, in its `checkpoints`, or in a folder of runs.
 
     Raises `NotFound` where there is none, `BadInput` where it cannot be read.
     """
@@ -262,12 +262,12 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
 
 
 def _beside(file: Path, folder: Path) -> bool:
-    """Whether a manifest is in a folder that never got its name."""
+    """Whether a manifest is in an unfinished checkpoint, whose folder never got its final name."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _entry(folder: Path, name: str) -> dict[str, Any] | None:
-    """Bytes and checksum of a file; None: it is gone."""
+    """Return size and checksum of a file; None: the file is gone."""
     try:
         with files.opened(folder / name, limit=None) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""A workbench goes on from a checkpoint, under whatever placement: `wb.restore`, `wb.open(resume=...)`."""
+"""Restores a checkpoint into a workbench, under any placement: `wb.restore`, `wb.open(resume=...)`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Restoring:
-    """What a checkpoint has for a description, found to fit before anything is started."""
+    """A checkpoint that was checked against a description before anything is started."""
 
     def __init__(self, checkpoint: Checkpoint, description: Description) -> None:
-        """Verify files, and that each role of the checkpoint is one of `description` with the same weights. Raises
-        `BadInput` and `MissingDependency`."""
+        """Verify the files, and that each role of the checkpoint is a role of `description` with the same weights.
+        Raises `BadInput` and `MissingDependency`."""
         self.checkpoint, self._description = checkpoint, description
-        before, self._states = checkpoint.controller()  # where this user has signed what the manifest says
+        before, self._states = checkpoint.controller()  # raises unless this user signed the manifest
         checkpoint.verify()
         self._before = before
         models, now = before.role_models(), description.role_models()
@@ -78,8 +78,8 @@ class Restoring:
                     )
 
     def retrained(self) -> Description:
-        """The description, with the training settings that were assigned before the checkpoint was saved. Says these,
-        and what else differs from the checkpoint's."""
+        """Return the description, with the training settings that were assigned before the checkpoint was saved. Prints
+        these, and the other settings that differ from the checkpoint's."""
         self._description = self._description.retrained_as(self._before)
         say_assigned(self._description)
         saved, now = (_settings(one) for one in (self._before, self._description))
@@ -90,13 +90,13 @@ class Restoring:
         return self._description
 
     def check(self, prompts: PromptStream) -> None:
-        """Raise `BadInput` where the prompts are others; needs no host."""
+        """Raise `BadInput` where the prompts differ from the checkpoint's; needs no host."""
         state = self.checkpoint.values["state"]["prompts"]
         if prompts.source is not None and state:
             prompts.source.load_state_dict(state)
 
     def load(self, runner: StageRunner, position: Position, prompts: PromptStream, note: Note) -> None:
-        """Give the roles their states, and the controller its counters."""
+        """Load the roles' states on the hosts, and the controller's counters."""
         hosts, groups = runner.hosts, runner.groups.by_role
         models, steps = hosts.description.role_models(), []
         random: dict[str, Any] = {}
@@ -119,13 +119,13 @@ class Restoring:
 
     def _count(self, runner: StageRunner, position: Position, prompts: PromptStream) -> None:
         state, counters = self.checkpoint.values["state"], runner.counters
-        prompts.go_back()  # for one that was saved before the first prompt
+        prompts.go_back()  # for a checkpoint that was saved before the first prompt
         self.check(prompts)
         counters.run, counters.iteration = max(counters.run, state["run"]), state["iteration"]
         prompts.go_on(state["drawn"], state["prompts"], self.checkpoint.ledger())
         counters.take_draws(state)
         for role, weights in counters.weights.items():
-            # rollout workers are sent the actor's again; a reference that was never refreshed is as its model has it
+            # rollout workers are sent the actor's weights again; a reference that was never refreshed has its model's
             saved = state["weights"].get(role)
             if saved and (role in self._files or role == ROLLOUT):
                 counters.weights[role] = Weights.fresh(saved["steps"])
@@ -144,26 +144,26 @@ class Restoring:
 
 
 def say_assigned(description: Description) -> None:
-    """Print the training settings that were assigned while the roles lived."""
+    """Print the training settings that were assigned while the saved run was open."""
     for role, field in description.changed:
         value = getattr(description.models[role].training, field)
         print(f"goes on with lab.{role}.training.{field} = {value!r}, as it was assigned")
 
 
 def _settings(description: Description) -> dict[str, Any]:
-    """What the roles compute with, by name; training of those that are trained."""
+    """Return the settings of the roles, by name; training settings only of trained roles."""
     models = description.declared
     return flat({role: model if model.trained else model.changed(training=None) for role, model in models.items()})
 
 
 def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
-    """Shape and bytes of an element of each weight of the parts of that name, as text."""
+    """Return, as text, the shape and the bytes per element of each weight of the parts named `what`."""
     weights = (weight for part in parts if part.what == what for weight in part.weights)
     return {weight.name: f"{list(weight.shape)} in {weight.item_bytes} bytes" for weight in weights}
 
 
 def arguments_of(description: Description) -> dict[str, Any]:
-    """The arguments of `wb.open` that make a description."""
+    """Return the arguments of `wb.open` that make a description."""
     others = ("id", "models", "defaults", "moved", "opened", "changed", "gpus")
     same = {name: value for name, value in vars(description).items() if name not in others}
     return {"models": description.as_declared(), **description.defaults, **same}

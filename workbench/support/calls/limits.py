@@ -18,7 +18,7 @@ LEAST_BYTES = 2**26
 
 @settings(called="limits: ")
 class Limits:
-    """Of the process in which a reward or cost function, or an environment, runs. One process serves a role on a host.
+    """Limits of the process that runs a reward or cost function, or an environment. A role has one process on a host.
 
     memory_bytes: of that process, and of each one that it starts, at least 64 MiB, of which Python takes about 30;
         None: a quarter of the machine's memory, 2 to 32 GiB.
@@ -36,18 +36,18 @@ class Limits:
 
 @checked_call("wb.limits")
 def limits(*, memory_bytes: int | None = None, own_process: bool = True) -> Callable[[F], F]:
-    """A decorator of reward and cost functions and of environments, which says how their process is limited.
+    """A decorator of reward and cost functions and of environments that sets the limits of their process.
 
         @wb.limits(memory_bytes=4 * 2**30)
         def reward(prompt, response, **row): ...
 
-    Raises `BadInput` for values that cannot be. The fields: `Limits`.
+    Raises `BadInput` for impossible values. The fields: see `Limits`.
     """
     values = {"memory_bytes": memory_bytes, "own_process": own_process}
     Limits(**values)  # type: ignore[arg-type]
-    return marked(LIMITS, values, "limits of")  # plain values: the process that gets the function imports little
+    return marked(LIMITS, values, "limits of")  # plain values: the function's process imports little
 
 
 def limits_of(function: Any) -> Limits:
-    """What `limits` has said of a function, of the one that a partial calls, or of an object's class."""
+    """Return the limits of a function, of the function that a partial calls, or of an object's class."""
     return Limits(**mark_of(function, LIMITS, {}))

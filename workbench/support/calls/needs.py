@@ -1,5 +1,5 @@
-"""What a function says of itself before it is called: what it needs of the machine, that it gives notes, and how many
-of its calls may be under way at once. It imports little, see `workbench.support.calls.server`."""
+"""Marks on functions that are read before a call: what a function needs of the machine, whether it returns notes, how
+many of its calls may run at once. This module imports little, see `workbench.support.calls.server`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTES, AT_ONCE = "__workbench_notes__", "__workbench_at_once__"
 
 
 def marked(name: str, value: Any, called: str = "a mark of") -> Callable[[F], F]:
-    """A decorator that sets an attribute of a function. called: what it is for, for the message where it cannot."""
+    """Return a decorator that sets an attribute of a function. called: its purpose, for the error if that fails."""
 
     def decorate(function: F) -> F:
         try:
@@ -30,19 +30,19 @@ def marked(name: str, value: Any, called: str = "a mark of") -> Callable[[F], F]
 
 
 def mark_of(function: Any, name: str, default: Any = None) -> Any:
-    """What `marked` has set on a function, on the one that a partial calls, or on an object's class."""
+    """Return what `marked` has set on a function, on the function that a partial calls, or on an object's class."""
     while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
     return getattr(function, name, default)
 
 
 def needs(check: Callable[[], None]) -> Callable[[F], F]:
-    """A decorator of a function that cannot work where `check()` raises."""
+    """A decorator of a function that cannot work if `check()` raises."""
     return marked(NEEDS, check)
 
 
 def check_needs(function: Any) -> None:
-    """Raise what the check of a function raises, or of the one that a partial calls."""
+    """Raise the error of the check of a function, or of the function that a partial calls."""
     mark_of(function, NEEDS, lambda: None)()
 
 
@@ -52,5 +52,5 @@ def with_notes(function: F) -> F:
 
 
 def at_once(calls: int) -> Callable[[F], F]:
-    """A decorator of a function that waits, and of which so many calls are under way at once unless told otherwise."""
+    """A decorator of a function that waits: this many calls run at once, unless told otherwise."""
     return marked(AT_ONCE, calls)

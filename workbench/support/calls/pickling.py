@@ -1,4 +1,4 @@
-"""What is sent to the process of a user's functions, pickled."""
+"""Pickles what is sent to the process of a user's functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, said, shown
 from workbench.support.sources import editable
 
-OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own
+OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # set by the import system, not by the module
 _registering = threading.Lock()
-_installed: dict[str, ModuleType] = {}  # thousands, which each call would look at again
+_installed: dict[str, ModuleType] = {}  # thousands of modules, which each call would check again
 
 
 OWN_PROCESS = (
@@ -27,8 +27,8 @@ OWN_PROCESS = (
 
 
 def pickled(function: Any, advice: tuple[str, str] = OWN_PROCESS) -> bytes:
-    """A function as it is sent to a process, with the values of globals and closures that it reads. `BadInput` for one
-    that holds what no other process can have. advice: its rule and remedy."""
+    """Pickle a function for a process of its own, with the values of the globals and closures that it reads. Raises
+    `BadInput` if it holds what no other process can have. advice: rule and remedy of that error."""
     try:
         return by_value(function)
     except Exception as error:
@@ -39,10 +39,10 @@ def pickled(function: Any, advice: tuple[str, str] = OWN_PROCESS) -> bytes:
 
 
 def _culprit(function: Any) -> str:
-    """Which of the variables that a function reads cannot be sent, for a message."""
+    """Name the variable that a function reads and that cannot be pickled, for a message."""
     try:
         outside, read, _, _ = inspect.getclosurevars(getattr(function, "func", function))
-    except (TypeError, ValueError):  # an object that is called
+    except (TypeError, ValueError):  # a callable object
         outside, read = {}, getattr(function, "__dict__", {})
     for name, value in {**read, **outside}.items():
         try:
@@ -53,8 +53,8 @@ def _culprit(function: Any) -> str:
 
 
 def by_value(thing: Any) -> bytes:
-    """Pickled with the code and the globals of the notebook and of modules that the user may edit, as they are now:
-    another process would import what their files say. By name where these hold what cannot be sent, such as a lock."""
+    """Pickle with the present code and globals of the notebook and of modules that the user may edit: another process
+    would import the files' versions. By name if these hold what cannot be pickled, such as a lock."""
     return _each_by_value([thing])[0]
 
 
@@ -73,7 +73,7 @@ def _dumps(things: Sequence[Any], modules: Collection[ModuleType]) -> list[bytes
 
     class Pickler(pickles.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, ModuleType) and id(value) in ids:  # cloudpickle's way fails on modules in a circle
+            if isinstance(value, ModuleType) and id(value) in ids:  # cloudpickle fails on modules in a cycle
                 return ModuleType, (value.__name__,), {k: v for k, v in vars(value).items() if k not in OF_IMPORT}
             return super().reducer_override(value)
 
@@ -100,7 +100,7 @@ def _editable_by_value() -> Iterator[Collection[ModuleType]]:
 
 
 def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> list[bytes]:
-    """The arguments of each call of a function. `BadInput`, which names the column, for what cannot be sent."""
+    """Pickle the arguments of each call of a function. Raises `BadInput` with the column's name if that fails."""
     try:
         return _each_by_value(calls)
     except Exception:
@@ -118,11 +118,11 @@ def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> list[bytes]:
 
 
 def name_of(function: Any) -> str:
-    """What to call a function, or what a partial calls, in messages."""
+    """Return the name of a function, or of the function that a partial calls, for messages."""
     try:
         while not hasattr(function, "__name__") and hasattr(function, "func"):
             function = function.func
         name = str(getattr(function, "__name__", None) or type(function).__name__)
-    except Exception:  # that of any class
+    except Exception:  # attributes of any class may raise
         name = type(function).__name__
     return plain_text(name, 80)

@@ -6,9 +6,9 @@
     add [(i, invoke, finish, arguments)], concurrency          wrong i, what          raised i, `Error`
     ping                         stop                          pong                   stopped, print stream, text
 
-One thread reads these messages and the main thread carries them out. Calls that are made one at a time run there too,
-between messages: only the main thread may handle signals. Others run in threads, and coroutines in one event loop a
-session. This module imports little, so that a process starts in a twentieth of a second.
+One thread reads these messages, and the main thread carries them out. Calls one at a time run in the main thread, too,
+between messages: only the main thread may handle signals. Other calls run in threads, and coroutines in one event loop
+per session. This module imports little, so that a process starts in a twentieth of a second.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Error = tuple[str, BaseException, bool]  # class and message, the exception, whe
 
 
 class CallFailed(NamedTuple):
-    """Why a call has failed. what: it did, behind the function's name."""
+    """Why a call has failed. what: the event, as a text that follows the function's name."""
 
     what: str
     rule: str = ""
@@ -57,18 +57,18 @@ class CallFailed(NamedTuple):
 
 
 class WrongValue(ValueError):
-    """What a function returned is not what it must return; the message begins with "returned"."""
+    """A function returned a wrong value; the message begins with "returned"."""
 
 
 @contextlib.contextmanager
 def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in its own thread. Tasks that still run at the end are cancelled."""
+    """Run an event loop in its own thread. Tasks that still run at the end are cancelled."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             while True:
-                # SystemExit of a task is its result, and comes from here too: the tasks of others go on
+                # SystemExit of a task is the task's result, but is raised here as well: the other tasks go on
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     return runner.get_loop().run_forever()
 
@@ -81,14 +81,14 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join(timeout=1)
 
 
-# of the call under way: becomes true where it asks for an alarm's handler outside the main thread
+# of the current call: [True] after it has asked for an alarm's handler outside the main thread
 _wants_alarm: ContextVar[list[bool] | None] = ContextVar("wants_alarm", default=None)
 
 
 @contextlib.contextmanager
 def noting_alarms() -> Iterator[None]:
-    """Inside, a call is known to have asked for a handler that Python gives the main thread alone, also where the call
-    catches the error: it would score without the limit of time that it wanted."""
+    """Inside, note if a call asks for an alarm's handler outside the main thread, which Python refuses, even if the
+    call catches the error: it would score without the time limit that it wanted."""
     set_handler = signal.signal
 
     def noted(signalnum: Any, handler: Any) -> Any:
@@ -104,23 +104,22 @@ def noting_alarms() -> Iterator[None]:
         signal.signal = set_handler
 
 
-# what is said of a call, the rule and the remedy
+# message about a call, its rule and its remedy
 NO_HANDLER = "sets a handler for signal.alarm outside the main thread"
 HANDLERS = (
     "Python gives handlers to the main thread alone, in which plain functions are called one at a time",
     "give concurrency=1, leave async and own_process=False out, or limit its time in another way",
 )
-COROUTINES = 8  # under way at once, where no number was given
+COROUTINES = 8  # at the same time, where no number was given
 
 
 class Calls:
-    """Calls of one function, made in threads. A call that gives a coroutine goes on in the event loop and holds no
+    """Calls of one function, made in threads. A call that returns a coroutine continues in the event loop and holds no
     thread, so that thousands of them can wait.
 
-    tell: is given ("begun", i), and then ("done", i, value), ("wrong", i, what) or ("raised", i, exception); in between
-    ("waits", i), and "begun" again, where no thread could start.
-    in_main: has the main thread call a function soon; calls that are made one at a time are made there. None: in a
-    thread, as others.
+    tell: called with ("begun", i), and then ("done", i, value), ("wrong", i, what) or ("raised", i, exception); in
+    between with ("waits", i), and "begun" again, if no thread could start. in_main: makes the main thread call a
+    function soon; calls one at a time run there. None: they run in threads as well.
     """
 
     def __init__(
@@ -132,26 +131,26 @@ class Calls:
         self._work: deque[Work] = deque()
         self._open: dict[int, Work] = {}
         self._concurrency: int | None = None
-        self._coroutines: set[Callable[..., Any]] = set()  # what gave coroutines: it returns at once
+        self._coroutines: set[Callable[..., Any]] = set()  # functions that returned coroutines: they return at once
         self._lock = threading.Lock()
         data, stack = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_DATA, resource.RLIMIT_STACK))
-        # stacks count as data: those of threads take half of it, so that calls find memory
+        # stacks count as data: threads' stacks may take half of it, so that calls have memory, too
         self._most_threads = data // 2 // stack if data > 0 < stack else sys.maxsize
 
     @property
     def _most(self) -> int:
-        """How many calls may be under way."""
+        """How many calls may run at once."""
         return self._concurrency or (COROUTINES if self._coroutines else 1)
 
     def add(self, work: Sequence[Work], concurrency: int | None) -> None:
-        """Make calls, at most `concurrency` at the same time. None: coroutines eight at a time, others one."""
+        """Make calls, at most `concurrency` at the same time. None: eight coroutines at a time, or one other call."""
         with self._lock:
             self._work.extend(work)
             self._concurrency = concurrency
         self._begin_next()
 
     def make(self, work: Work) -> Any:
-        """Make a call in this thread; what it raises is raised."""
+        """Make a call in this thread, and raise its errors."""
         _, invoke, finish, arguments = work
         value = invoke(self._function, self._state, *arguments)
         if inspect.iscoroutine(value):
@@ -165,8 +164,8 @@ class Calls:
         self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
 
     def give_up(self, calls: Collection[int] | None = None) -> list[int]:
-        """Tell nothing more of these calls, or of all under way, and have others take their places. Those that had not
-        ended."""
+        """Report nothing more of these calls, or of all running ones, and let other calls take their places. Returns
+        those that had not ended."""
         with self._lock:
             given_up = [i for i in list(self._open) if calls is None or i in calls]
             for i in given_up:
@@ -185,7 +184,7 @@ class Calls:
                 threading.Thread(target=self._serve, args=(work,), daemon=True, name="user call").start()
             except RuntimeError as error:
                 with self._lock:
-                    if others := len(self._open) > 1:  # who is under way takes it afterwards
+                    if others := len(self._open) > 1:  # a thread that runs takes this call later
                         del self._open[work[0]]
                         self._work.appendleft(work)
                         self._tell("waits", work[0])
@@ -193,23 +192,23 @@ class Calls:
                     self._end(work, error=error)
 
     def _take(self) -> Work | None:
-        """The next call, where one may begin."""
+        """Return the next call, if another one may begin."""
         with self._lock:
             if not self._work or len(self._open) >= self._most:
                 return None
             work = self._work.popleft()
             self._open[work[0]] = work
-            self._tell("begun", work[0])  # before a "stopped": who is asked to stop waits for it
+            self._tell("begun", work[0])  # before "stopped": the host then waits for the end of this call
             return work
 
     def _serve_in_main(self) -> None:
-        """Make one call, in the main thread, which then has its messages carried out."""
+        """Make one call in the main thread, which handles messages before the next one."""
         if (work := self._take()) is not None:
             self._call(work)
             self._begin_next()
 
     def _serve(self, work: Work | None) -> None:
-        """Make calls, in a thread, until none may begin. Another thread begins the next one meanwhile."""
+        """Make calls in a thread until none may begin. Another thread begins the next call meanwhile."""
         while work is not None:
             if work[1] not in self._coroutines:
                 self._begin_next()
@@ -224,13 +223,13 @@ class Calls:
                 value = invoke(self._function, self._state, *arguments)
             finally:
                 if self._in_main is not None and threading.current_thread() is threading.main_thread():
-                    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the call, which it has not put off
+                    signal.setitimer(signal.ITIMER_REAL, 0)  # cancel an alarm that the call left behind
         except BaseException as error:
             self._end(work, error=error)
         else:
             if inspect.iscoroutine(value):
                 self._coroutines.add(invoke)
-                with self._lock:  # of what was given up the loop may have ended
+                with self._lock:  # the loop of a call that was given up may have ended
                     under_way = self._open.get(work[0]) is work
                     if under_way:
                         running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
@@ -252,7 +251,7 @@ class Calls:
         self._begin_next()
 
     def _closed(self, work: Work, coroutine: Coroutine[Any, Any, Any], _: object) -> None:
-        """End a call whose coroutine was cancelled before it began; of others this is known already."""
+        """End a call whose coroutine was cancelled before it began; other calls have ended already."""
         coroutine.close()
         self._end(work, error=asyncio.CancelledError())
 
@@ -278,7 +277,7 @@ class Calls:
 
 
 class Output(io.TextIOBase):
-    """What is printed is sent to the host, which prints it."""
+    """Sends printed text to the host, which prints it."""
 
     def __init__(self, name: str, send: Callable[..., None]) -> None:
         self._name, self._send = name, send
@@ -297,11 +296,11 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._given = Surroundings.here()  # by the host
+        self._given = Surroundings.here()  # as the host last sent them
         self._to_send: queue.SimpleQueue[tuple[bytes, threading.Lock]] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
-        self._classes: dict[str, dict[str, type]] = {}  # that came with a function
+        self._classes: dict[str, dict[str, type]] = {}  # classes that came with a function
         self._unloadable: dict[str, Error] = {}
         self._calls: Calls
         self._loop: asyncio.AbstractEventLoop
@@ -326,12 +325,12 @@ class Server:
         try:
             self._functions[key] = function = pickle.loads(payload)
             self._classes[key] = dict(_known_classes())
-            check_needs(function)  # imports what it needs, which is no part of its first calls' time
+            check_needs(function)  # imports its needs now, so that this takes no time of its first calls
         except BaseException as error:
             self._unloadable[key] = _sent(error)
 
     def _go_to(self, surroundings: Surroundings) -> None:
-        """Take over what has changed in the host; what functions have set themselves stays."""
+        """Take over what has changed in the host's surroundings; settings that functions have changed stay."""
         take_over(surroundings.since(self._given))
         self._given = surroundings
 
@@ -385,14 +384,14 @@ class Server:
     def _write(self) -> None:
         while True:
             packed, sent = self._to_send.get()
-            with contextlib.suppress(OSError):  # the host is gone, and this process ends with it
+            with contextlib.suppress(OSError):  # the host is gone, and this process ends soon
                 self._connection.sendall(HEAD.pack(len(packed)) + packed)
             sent.release()
 
     def tell(self, name: str, *rest: Any) -> None:
-        """Send a message to the host, and wait until it is sent: the call may end this process. A thread sends it, so
-        that a handler of signals in the main thread neither cuts a message nor waits for itself; and a bare lock says
-        so, since what such a handler raises may leave an event locked."""
+        """Send a message to the host, and wait until it is sent, because the call may end this process. A thread sends
+        it, so that a signal handler in the main thread neither cuts a message nor waits for itself. A bare lock reports
+        the end, because an exception of a signal handler may leave an event locked."""
         try:
             if name == "raised":
                 i, error = rest
@@ -411,21 +410,21 @@ class Server:
         sent.acquire()
 
     def _leave(self) -> None:
-        """In a child that the function has forked: what it prints goes where this process's output goes."""
+        """In a child that the function has forked: print to this process's own output."""
         if self._connection.fileno() >= 0:
             os.close(self._connection.detach())
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def _known_classes() -> MutableMapping[str, type]:
-    """The classes of a notebook that cloudpickle has made here, by its names for them. It gives one that it knows the
-    state in which it comes again: functions would change each other's."""
+    """Return the notebook classes that cloudpickle has made here, by its names for them. When a known class comes
+    again, cloudpickle overwrites its state: functions would change each other's classes."""
     module = sys.modules.get("cloudpickle.cloudpickle")
     return {} if module is None else vars(module)["_DYNAMIC_CLASS_TRACKER_BY_ID"]
 
 
 def _sent(error: BaseException) -> Error:
-    """An error that was just caught, as it is sent to the host."""
+    """Convert an error that was just caught to the form that is sent to the host."""
     try:
         chain = chain_of(error)
     except BaseException:
@@ -438,17 +437,17 @@ def _sent(error: BaseException) -> Error:
 def serve(connection: int, lifeline: int, most_bytes: int) -> None:
     """Carry out messages until the host closes the connection.
 
-    lifeline: a pipe to which nobody writes; when the host ends, the system kills this process and those that it
-    started, also while Python's lock is held.
+    lifeline: a pipe to which nobody writes; when the host ends, the system kills this process and all that it started,
+    even while Python's lock is held.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable(all_threads=False)  # the frames of a crash go where the host's log goes
+    faulthandler.enable(all_threads=False)  # the frames of a crash go to the host's log
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its children leave behind stays below it
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of its children become its own children
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the first to go where memory runs out
+        file.write("1000")  # the first process to be killed when memory runs out
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = min(most_bytes, hard) if (hard := resource.getrlimit(resource.RLIMIT_DATA)[1]) > 0 else most_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

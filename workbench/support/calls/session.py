@@ -1,8 +1,8 @@
-"""A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
+"""The host's side of a process for calls of a user's functions. It can be killed, with all processes it started.
 
-It is no sandbox: a function runs as the user who started the host, and can read and write what that user can; it is
-enough against mistakes. For programs that a model wrote: `workbench.data.sandbox`. A process that the function has put
-into a session of its own outlives it where the host is killed with SIGKILL, or the function crashes.
+It protects against mistakes, but is no sandbox: a function runs as the user who started the host, and can read and
+write what that user can. For programs that a model wrote, use `workbench.data.sandbox`. A process that the function put
+into a session of its own survives when the host is killed with SIGKILL, or the function crashes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from workbench.support.calls.server import HANDLERS, HEAD, NO_HANDLER, CallFaile
 
 
 class InHost:
-    """Takes the place of a `CallProcess`. A call past its time limit is given up: Python cannot end a thread, and
-    another takes its place.
+    """Makes calls in the host, in place of a `CallProcess`. A call past its time limit is given up: Python cannot end
+    its thread, and another thread takes its place.
 
-    threads: False makes the calls in the thread that receives, and raises what they raise. raises: does so with one
-    thread, without a time limit.
+    threads: False: calls run in the thread that receives, which raises their errors. raises: errors are raised with one
+    thread, too, and there is no time limit.
     """
 
     def __init__(self, function: Any, loop: asyncio.AbstractEventLoop, *, threads: bool, raises: bool) -> None:
@@ -49,7 +49,7 @@ class InHost:
         self._told.put(("ready",))
 
     def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
-        """Begin calls, each with values of its own: a function may change them, and be called again."""
+        """Begin calls, each with its own copy of its values, because a function may change them and be called again."""
         work = [(*how, [_copied(value) for value in arguments]) for *how, arguments in work]  # type: ignore[misc]
         if self._threads:
             self._calls.add(work, 1 if self.raises else concurrency)
@@ -57,7 +57,7 @@ class InHost:
             self._work.extend(work)
 
     def end(self) -> None:
-        """Begin no further call, and tell nothing more of those under way."""
+        """Begin no further call, and report nothing more of the running ones."""
         self._work.clear()
         self._calls.stop()
         self._calls.give_up()
@@ -67,7 +67,7 @@ class InHost:
         return self._calls.give_up(calls)
 
     def receive(self, wait_s: float) -> tuple[Any, ...] | None:
-        """The next message; None where none has come in this time."""
+        """Return the next message; None where none comes in this time."""
         if self._work:
             work = self._work.popleft()
             try:
@@ -89,7 +89,7 @@ class InHost:
 def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # it holds what cannot be copied, such as a lock
+    except Exception:  # it holds something that cannot be copied, such as a lock
         return value
 
 
@@ -98,11 +98,11 @@ END_TIMEOUT_S = 5.0
 
 
 class ProcessEnded(Exception):
-    """The process of the calls is gone; the message says how it ended."""
+    """The process of the calls has ended; the message says how."""
 
 
 class CallProcess:
-    """One process. It starts at once, in the background; `send` waits for nothing. The messages: see `server`."""
+    """One process, started at once in the background; `send` does not wait for it. The messages: see `server`."""
 
     def __init__(self, limits: Limits, *, threads: int) -> None:
         self._socket, theirs = socket.socketpair()
@@ -111,7 +111,7 @@ class CallProcess:
         self._received = bytearray()
         self._stuck = ""
         arguments = f"{theirs.fileno()}, {lifeline}, {limits.most_bytes}"
-        folders = [folder for folder in sys.path if isinstance(folder, str)]  # Python leaves out others, such as Paths
+        folders = [folder for folder in sys.path if isinstance(folder, str)]  # Python ignores others, such as Paths
         code = f"import sys; sys.path[:] = {folders!r}; from workbench.support.calls.server import serve; "
         try:
             self._popen = subprocess.Popen(
@@ -129,29 +129,29 @@ class CallProcess:
         return bool(self.end.alive) and self._popen.poll() is None
 
     def send(self, *message: Any) -> None:
-        """Where the process takes no message, it is killed; `receive` then says how it ended."""
+        """Send a message. A process that does not take it is killed; `receive` then says how it ended."""
         packed = pickle.dumps(message)
         try:
             self._socket.sendall(HEAD.pack(len(packed)) + packed)
         except TimeoutError:
             self._stuck = f"took no message for {SEND_TIMEOUT_S:.0f} s"
             self._popen.kill()
-        except OSError:  # `receive` finds the end behind the messages that came before it
+        except OSError:  # `receive` finds the end after the earlier messages
             pass
-        except BaseException:  # an interrupt: half a message may be on its way
+        except BaseException:  # an interrupt: half a message may have been sent
             self._popen.kill()
             raise
 
     def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
-        """Send calls of a function of this name. `BadInput`, which names the column, for what cannot be sent."""
+        """Send calls of the function `name`. Raises `BadInput`, with the column's name, if a value cannot be sent."""
         packed = packed_rows([arguments for *_, arguments in work], name)
         self.send("add", [(*how, row) for (*how, _), row in zip(work, packed, strict=True)], concurrency)
 
     def receive(self, wait_s: float) -> tuple[Any, ...] | None:
-        """The next message; None where none has come in this time. Raises `ProcessEnded`."""
+        """Return the next message; None where none comes in this time. Raises `ProcessEnded`."""
         while (message := self._message()) is None:
             if not select.select([self._socket], [], [], wait_s)[0]:
-                if self._popen.poll() is not None:  # children of it may hold the connection open
+                if self._popen.poll() is not None:  # its children may hold the connection open
                     raise ProcessEnded(self._how_it_ended())
                 return None
             try:
@@ -188,11 +188,11 @@ class CallProcess:
 
 
 def _end(host: int, popen: subprocess.Popen[bytes], lifeline: int, connection: socket.socket) -> None:
-    """Kill a process with all that it started: also those that left its group, and those whose parents have ended."""
-    if os.getpid() != host:  # a fork of the host ends
+    """Kill a process and all that it started, including those that left its group, or whose parents have ended."""
+    if os.getpid() != host:  # this is a fork of the host, which ends
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(popen.pid, signal.SIGSTOP)  # all of the group at once: none of them starts another
+        os.killpg(popen.pid, signal.SIGSTOP)  # stop the whole group at once, so that none of it starts another process
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(popen.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -208,31 +208,31 @@ def _end(host: int, popen: subprocess.Popen[bytes], lifeline: int, connection: s
 
 
 TICK_S = 0.05
-GRACE_S = 2.0  # for calls under way, when others have failed
-ANSWER_S = 1.0  # for a process in which a call is late
+GRACE_S = 2.0  # for running calls to end, when others have failed
+ANSWER_S = 1.0  # for the answer of a process in which a call is late
 LOAD_TIMEOUT_S = 120.0  # for the modules that a function imports
 
 
-Failed = Callable[[int, CallFailed], None]  # it may raise: then no further call is begun
+Failed = Callable[[int, CallFailed], None]  # it may raise: then no further call begins
 Done = Callable[[int, Any], None]
 
 
 class Session:
     """A function in use, with a state that its calls share.
 
-    A call i is `finish(invoke(function, state, *calls[i]), *calls[i])`. invoke: a function of a module; it may give a
-    coroutine, which is awaited. finish: raises `WrongValue` for what must not be returned.
+    A call i is `finish(invoke(function, state, *calls[i]), *calls[i])`. invoke: a function of a module; if it returns a
+    coroutine, that is awaited. finish: raises `WrongValue` for a wrong value.
 
-    alive: False once its process was killed; then it takes no further calls. begun: the calls that were under way at
-    that time, where any of them may be the cause. Make them again one at a time: then the cause fails, and it alone.
-    memory_rule: the limit that a `MemoryError` is about.
+    alive: False once its process was killed; then it takes no further calls. begun: the calls that ran at that time, if
+    any of them may be the cause. Make them again one at a time: then only the cause fails. memory_rule: the limit that
+    a `MemoryError` message names.
     """
 
     def __init__(self, peer: CallProcess | InHost, name: str, memory_rule: str = "") -> None:
         self._peer, self._name, self._memory_rule = peer, name, memory_rule
-        self._calls: dict[int, Sequence[Any]] = {}  # those that have not ended
+        self._calls: dict[int, Sequence[Any]] = {}  # that have not ended
         self._new: list[tuple[int, Callable[..., Any], Callable[..., Any]]] = []
-        self._open: dict[int, float] = {}  # those under way, and since when
+        self._open: dict[int, float] = {}  # running calls, and their start times
         self._concurrency: int | None = 1
         self._heard_s = time.monotonic()
         self._asked_s: float | None = None  # when the process was asked whether it answers
@@ -244,10 +244,10 @@ class Session:
         self, invoke: Callable[..., Any], finish: Callable[..., Any], calls: Mapping[int, Sequence[Any]], *,
         concurrency: int | None,
     ) -> None:  # fmt: skip
-        """Have calls made, under numbers that no open one has, without waiting for them.
+        """Submit calls, under numbers that no open call has, without waiting for them.
 
-        concurrency: calls at the same time, in threads (for functions that wait on a network or a sandbox); one at a
-        time, in the main thread of the process. None: `async def` functions eight at a time, others one.
+        concurrency: how many calls run at the same time, in threads (for functions that wait on a network or a
+        sandbox); 1: in the main thread of the process. None: eight for `async def` functions, one for others.
         """
         if not self._calls:
             self._heard_s = time.monotonic()
@@ -256,11 +256,11 @@ class Session:
         self._concurrency = concurrency
 
     def poll(self, wait_s: float, timeout_s: float, done: Done, failed: Failed) -> None:
-        """Tell of calls that have ended, in any order and in this thread: `done(i, value)`; or `failed(i, why)` for one
-        that raised, returned a wrong value or passed a limit. Waits until one has ended, or the time is over.
+        """Report calls that have ended, in any order and in this thread: `done(i, value)`, or `failed(i, why)` for a
+        call that raised, returned a wrong value or passed a limit. Waits until a call has ended, or `wait_s` is over.
 
-        timeout_s: for one call. Where the process had to be killed, `alive` is false. Raises `BadInput`, which names
-        the column, for arguments that cannot be sent.
+        timeout_s: for one call. If the process had to be killed, `alive` is False. Raises `BadInput`, which names the
+        column, for arguments that cannot be sent.
         """
         if self._new:
             new, self._new = self._new, []
@@ -297,7 +297,7 @@ class Session:
             failed(rest[0], CallFailed(rest[1], *(HANDLERS if rest[1] == NO_HANDLER else ())))
         elif name == "raised":
             i, (text, cause, no_memory) = rest
-            if no_memory:  # others may have taken it
+            if no_memory:  # other calls may have taken the memory
                 self._kill()
                 remedy = "raise the limit, or mend the function"
                 self._blame(failed, CallFailed(f"raised {text}", self._memory_rule, remedy, cause))
@@ -341,14 +341,14 @@ class Session:
         if answers or now_s - self._asked_s > ANSWER_S:
             self._kill()
             why = CallFailed(what, rule, f"{remedy}; its process was killed")
-            if answers:  # the other calls could go on, so each late one waits for something of its own
+            if answers:  # the other calls can go on, so each late call is its own cause
                 self._fail(late, failed, why)
             else:  # one of the calls holds Python's lock or the event loop
                 self._blame(failed, why)
 
     def _blame(self, failed: Failed, why: CallFailed) -> None:
-        """The process was killed for one of the calls under way: it fails where it was the only one. Where there was
-        none, ended calls left the cause behind: the first that waits fails, so that each process ends a call."""
+        """Blame the running call for the killed process, if there was only one: it fails. If there was none, earlier
+        calls left the cause behind: the first waiting call fails, so that each process ends at least one call."""
         if len(self._open) > 1:
             self.begun = tuple(self._open)
         else:
@@ -369,12 +369,12 @@ class Session:
             self._open.pop(i, None)
 
     def excuse(self, calls: Iterable[int], seconds: float) -> None:
-        """Count this time as none of these calls: they waited for their caller."""
+        """Do not count this time for these calls: they waited for their caller."""
         for i in set(calls) & self._open.keys():
             self._open[i] += seconds
 
     def abandon(self, done: Done = lambda i, value: None) -> None:
-        """Begin no further call. Those under way have two seconds to end; their process is killed where they do not."""
+        """Begin no further call. Running calls have two seconds to end; otherwise their process is killed."""
         self._new = []
         try:
             if isinstance(self._peer, InHost):
@@ -405,9 +405,9 @@ class Session:
         self, invoke: Callable[..., Any], finish: Callable[..., Any], calls: Mapping[int, Sequence[Any]], *,
         concurrency: int | None, timeout_s: float, done: Done, failed: Failed, tick: Callable[[], None] = lambda: None,
     ) -> tuple[list[int], list[int]]:  # fmt: skip
-        """Make calls until each has ended. Where the process is killed: `begun`, and the other calls that are left.
+        """Make calls until each has ended. If the process is killed, return `begun`, and the other calls that are left.
 
-        tick: called twenty times a second; it may raise, as `failed` may. Then the calls are abandoned.
+        tick: called twenty times a second. If it or `failed` raises, the calls are abandoned.
         """
         self.submit(invoke, finish, calls, concurrency=concurrency)
         next_tick_s = 0.0

@@ -1,4 +1,4 @@
-"""Calls of a user's functions: several at a time, each with a time limit, in a process that can be killed."""
+"""Calls of a user's functions: several at once, each with a time limit, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from workbench.support.calls.server import event_loop, noting_alarms
 from workbench.support.calls.session import CallProcess, InHost, Session
 from workbench.support.surroundings import Surroundings
 
-MOST_FUNCTIONS = 8  # that a process keeps
+MOST_FUNCTIONS = 8  # how many a process keeps
 
 _in_place = False
 
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
-    """Inside, functions are called in their host, one after the other, without limits, and what they raise is raised as
-    it is: so that a debugger can stop in them. They have their host's own thread, unless they wait for it."""
+    """Inside, call functions in their host, one after the other, without limits, and raise their errors unchanged, so
+    that a debugger can stop in them. They run in the host's own thread, unless they wait for it."""
     global _in_place
     _in_place, before = True, _in_place
     try:
@@ -34,10 +34,10 @@ def in_place() -> Iterator[None]:
 
 
 class UserCalls:
-    """The process of the functions of one role on one host. It starts when it is needed, and is kept with what the
-    functions keep in it, until a limit is passed, edited code is loaded, or a function comes with other limits."""
+    """The process of the functions of one role on one host. It starts at its first use, and is kept, with the state
+    that functions keep in it, until a limit is passed, edited code is loaded, or a function comes with other limits."""
 
-    _edits = 0  # of this process's code
+    _edits = 0  # counts edits of this process's code
 
     def __init__(self) -> None:
         self._process: CallProcess | None = None
@@ -46,7 +46,7 @@ class UserCalls:
         self._beside: list[UserCalls] = []
 
     def processes(self, n: int) -> list[UserCalls]:
-        """Calls in n processes, of which the first is this one. More that there were before end."""
+        """Return n of these objects, each with a process; the first is this one. Ends processes beyond n."""
         for one in self._beside[n - 1 :]:
             one.close()
         del self._beside[n - 1 :]
@@ -55,19 +55,19 @@ class UserCalls:
 
     @classmethod
     def code_changed(cls) -> None:
-        """Let no process go on that has imported code which its host has replaced since."""
+        """End the use of every process that has imported code which its host has replaced since."""
         cls._edits += 1
 
     def prepare(self, function: Any) -> None:
         """Start the process and send it a function, without waiting for it."""
         if limits_of(function).own_process:
-            with contextlib.suppress(BadInput):  # the first call says what is wrong
+            with contextlib.suppress(BadInput):  # the first call raises the error
                 self._with(function)
 
     @contextlib.contextmanager
     def session(self, function: Any, *, asks_host: bool = False) -> Iterator[Session]:
-        """A function in use. asks_host: it waits for the thread that polls, and so has another one. Raises `BadInput`
-        for one that cannot be sent to a process."""
+        """Yield a session for a function. asks_host: the function waits for the thread that polls, so it gets another
+        thread. Raises `BadInput` for a function that cannot be sent to a process."""
         name, limits = name_of(function), limits_of(function)
         if _in_place or not limits.own_process:
             with event_loop() as loop, nullcontext() if _in_place else noting_alarms():
@@ -80,7 +80,7 @@ class UserCalls:
         try:
             process.send("begin", key, _around())
             yield session
-        except KeyboardInterrupt:  # half a message may be on its way, in either direction
+        except KeyboardInterrupt:  # half a message may have been sent, in either direction
             self._end()
             raise
         finally:
@@ -88,7 +88,7 @@ class UserCalls:
                 process.send("end")
 
     def close(self) -> None:
-        """End the process, and those beside it."""
+        """End the process, and the additional ones."""
         for one in self._beside:
             one.close()
         self._end()

@@ -1,9 +1,9 @@
-"""The requests of one sample, as tokens: what is sampled is recorded as it was sampled, and never tokenized again.
+"""Records the requests of one sample as tokens: sampled tokens are recorded as sampled, never tokenized again.
 
-A request that continues what was said before (its messages begin with those of an earlier request and the answer to it)
-goes on in the same segment: what the harness wrote since is added, outside the mask. Any other request begins a segment
-of its own: a context of the same row, such as that of a sub-agent, of a second attempt, or of a history that was
-summarized. One that continues an earlier point of a segment begins with the tokens of that segment up to there.
+A request that continues an earlier one (its messages begin with those of the earlier request and the answer to it) goes
+on in the same segment: the harness's new text is added, outside the mask. Any other request begins a segment of its
+own: a context of the same row, such as that of a sub-agent, of a second attempt, or of a summarized history. A request
+that continues an earlier point of a segment begins with the tokens of that segment up to that point.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MOST_REFUSED = 200  # a harness that goes on after so many errors will not stop
 
 @dataclass(frozen=True)
 class _Point:
-    """Where a turn has ended: how many messages, and tokens of the segment's response, stand before it. written: the
-    tokens that a harness which continues the text has seen, without EOS; text: the same, of a completion. last: the
-    turn's last token."""
+    """The end of a turn. messages, tokens: how many messages, and tokens of the segment's response, precede it.
+    written: the tokens seen by a harness that continues the text, without EOS; text: the same, of a completion. last:
+    the turn's last token."""
 
     messages: int
     tokens: int
@@ -48,8 +48,8 @@ class _Point:
 
 @dataclass(kw_only=True)
 class Segment:
-    """One context that grows. said: its tokens as a conversation. messages: of a chat, with the answers to it. tools:
-    that the model was shown. pending: whether a request waits for its turn. draw: which one of its prompt it is."""
+    """One growing context. said: its tokens as a conversation. messages: of a chat, with answers. tools: shown to the
+    model. pending: whether a request waits for its turn. draw: its number among segments of the same prompt."""
 
     kind: Kind
     said: Conversation
@@ -75,8 +75,8 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was sampled for a request. text: without special tokens, and without what ended it. tool_calls: as OpenAI
-    writes them; then the text is what stands beside them."""
+    """The response sampled for a request. text: without special tokens, and without the stop that ended it. tool_calls:
+    in OpenAI's format; `text` is then the text beside them."""
 
     text: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -86,11 +86,11 @@ class Answer:
 
 
 class Recording:
-    """What the server has answered to one sample.
+    """The recorded requests and answers of one sample.
 
-    prompt_ids: of the row; a first request with this prompt is drawn from the sample's own seed, as a plain response
-    is. max_model_tokens: of prompt and response together. keeps: False of an endpoint: each request is a prompt of its
-    own, with draws of its own, and of the answers the newest alone is kept, so that there may be any number of them.
+    prompt_ids: the row's; a first request with this prompt is drawn with the sample's own seed, like a plain response.
+    max_model_tokens: of prompt and response together. keeps: False for an endpoint: each request is a separate prompt
+    with separate draws, and only the newest answer is kept, so that there may be any number of requests.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class Recording:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget what was said: the same requests are answered alike."""
+        """Forget all turns; the same requests then get the same answers."""
         self.segments: list[Segment] = []
         self.turns, self.pending, self.refused = 0, 0, 0
-        self.ending: ConversationEnding = "done"  # or the limit for which a request was refused
+        self.ending: ConversationEnding = "done"  # or the limit by which a request was refused
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request) -> Asked:
-        """Take in a request. Raises `Refused`."""
+        """Accept a request. Raises `Refused`."""
         try:
             return self._ask(request)
-        except Exception as problem:  # whatever a harness writes costs its own request alone
+        except Exception as problem:  # a harness's mistake fails only its own request
             self.refused += 1
             if isinstance(problem, Refused):
                 raise
@@ -125,7 +125,7 @@ class Recording:
 
     @property
     def flooded(self) -> bool:
-        """Whether the harness goes on although its requests are refused, or it does not wait for their answers."""
+        """Whether the harness continues although its requests are refused, or does not wait for their answers."""
         return self._keeps and self.refused > MOST_REFUSED
 
     def _ask(self, request: Request) -> Asked:
@@ -158,7 +158,7 @@ class Recording:
         )
 
     def _begin(self, segment: Segment) -> None:
-        """Give a new segment its seed: what it draws depends on its prompt, not on when it is asked for."""
+        """Give a new segment its seed: its draws depend on its prompt, not on when it is requested."""
         prompt = segment.said.prompt_ids
         if not self._keeps:
             segment.said.seed = derive_seed(self.seed, repr(tuple(prompt)), next(self._draws))
@@ -170,7 +170,7 @@ class Recording:
         self.segments.append(segment)
 
     def _room(self, segment: Segment, new: int, wanted: int | None) -> int:
-        """Most tokens of the answer. Raises `Refused` where there is room for none."""
+        """Return the most tokens that an answer may have. Raises `Refused` if there is no room."""
         said = segment.said
         used = len(said.response_ids) + new
         left = self._max_model_tokens - len(said.prompt_ids) - used
@@ -189,7 +189,7 @@ class Recording:
     # --- which segment it continues -----------------------------------------------------------------------------------
 
     def _segment_for(self, request: Request) -> tuple[Segment, list[int]]:
-        """The segment that a request continues, or a new one, and the tokens that the harness wrote since."""
+        """Return the segment that a request continues, or a new one, and the tokens that the harness wrote since."""
         try:
             return self._chat(request) if request.kind == "chat" else self._text(request)
         except BadInput as problem:
@@ -215,7 +215,7 @@ class Recording:
     def _continued(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...]
     ) -> tuple[Segment, _Point] | None:
-        """The latest turn that messages continue, where the model was shown the same tools."""
+        """Return the latest turn that messages continue, if the model was shown the same tools."""
         best: tuple[Segment, _Point] | None = None
         for segment in (one for one in self.segments if one.kind == "chat" and one.tools == tools):
             for point in segment.points:
@@ -242,8 +242,8 @@ class Recording:
         return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.written] + new), []
 
     def _before(self, segment: Segment, point: _Point, prompt: str | tuple[int, ...]) -> int:
-        """How much of a prompt, in characters or tokens, is a segment up to a turn; 0 where it is something else, or
-        nothing comes after it."""
+        """Return how much of a prompt, in characters or tokens, is a segment up to a turn; 0 if the prompt differs, or
+        adds nothing to it."""
         before: str | tuple[int, ...] = point.text
         if isinstance(prompt, tuple):
             before = tuple(segment.said.prompt_ids + segment.said.response_ids[: point.written])
@@ -265,7 +265,7 @@ class Recording:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def answered(self, asked: Asked, response: Response) -> Answer:
-        """Record what was sampled for a request."""
+        """Record the response sampled for a request, and return the answer."""
         segment, said, request = asked.segment, asked.segment.said, asked.request
         self._waits_no_more(segment)
         self.turns += 1
@@ -275,7 +275,7 @@ class Recording:
         text, calls = self._seen(response, asked.stop), list[dict[str, Any]]()
         if request.tools:
             message = TurnReader(self._tokenizer, None, request.tools).message(response.ids)
-            # harnesses tell calls by their ids, also those of earlier turns
+            # harnesses identify calls by their ids, also calls of earlier turns
             before = sum(len(one.get("tool_calls", ())) for one in request.messages)
             calls = [{**one, "id": f"call{before + n:05d}"} for n, one in enumerate(message.get("tool_calls", ()))]
             text = message["content"] if calls else text
@@ -296,7 +296,7 @@ class Recording:
         )
 
     def dropped(self, asked: Asked) -> None:
-        """Nobody waits for the answer any more: it is no part of the row, and the same request is answered alike."""
+        """Drop a request whose client stopped waiting: it is not in the row, and a repetition gets the same answer."""
         self._waits_no_more(asked.segment)
         self.refused += 1
         if not asked.segment.points:
@@ -306,7 +306,7 @@ class Recording:
         segment.pending, self.pending = False, self.pending - 1
 
     def _seen(self, response: Response, stop: Sequence[str]) -> str:
-        """The text of an answer, up to the stop that ended it."""
+        """Return the text of an answer, up to the stop that ended it."""
         text = str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
         if response.ending != "stop":
             return text
@@ -316,8 +316,8 @@ class Recording:
     # --- the row ------------------------------------------------------------------------------------------------------
 
     def row(self) -> Conversation:
-        """The sample as one row: contexts stand one after the other, in the order in which they were asked for; the
-        prompts of all but the first are in the response, outside the mask."""
+        """Return the sample as one row: contexts follow each other in the order of their requests; the prompts of all
+        but the first are in the response, outside the mask."""
         first, *others = [segment.said for segment in self.segments if segment.points] or [
             Conversation(prompt_ids=self.prompt_ids, seed=self.seed)
         ]
@@ -328,7 +328,7 @@ class Recording:
 
 
 def _begun(request: Request, prompt_ids: list[int]) -> Segment:
-    """A new segment. It gets its seed when it is certain to be asked for."""
+    """Return a new segment. It gets its seed when its request is accepted."""
     said = Conversation(prompt_ids=prompt_ids, seed=0)
     return Segment(kind=request.kind, said=said, messages=list(request.messages), tools=request.tools)
 
@@ -341,7 +341,7 @@ def _as_openai(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(whole: Conversation, part: Conversation) -> None:
-    """Add what was said in one conversation to another."""
+    """Append the turns of one conversation to another."""
     start = 0
     for mine, run in groupby(part.mask):
         stop = start + len(list(run))

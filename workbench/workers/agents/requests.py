@@ -1,5 +1,5 @@
-"""What a harness asks the server for. A field is honoured, or refused with an error in OpenAI's form: value, rule,
-remedy. Nothing is ignored that would change what is sampled."""
+"""Parses a harness's requests. A field is honoured, or refused with an error in OpenAI's form: value, rule, remedy. No
+field that would change what is sampled is ignored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.settings.engines import Sampling
 MODEL = "policy"  # the one model that is served
 Kind = Literal["chat", "text"]
 
-# Settings of the stage: what is recorded was sampled with them, so a request may repeat them and not change them.
+# The stage's settings. Recorded tokens were sampled with them, so a request may repeat but not change them.
 OF_STAGE = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
 )  # fmt: skip
-# Fields that may have these values alone: those that ask for nothing.
+# Fields that may have only these values, which ask for nothing.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -55,7 +55,7 @@ MOST_TOOLS = 128
 
 
 class Refused(Exception):
-    """A request that is answered with an error, in OpenAI's form. status: of HTTP. code: short, for programs."""
+    """A request's refusal, sent as an error in OpenAI's form. status: of HTTP. code: short, for programs."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)
@@ -72,16 +72,16 @@ class Refused(Exception):
 
 
 def wrong_key() -> Refused:
-    """The answer to a request whose key is unknown, or no longer valid."""
+    """Return the refusal of a request whose key is unknown, or no longer valid."""
     return Refused("the API key is wrong: use the one that came with the address", status=401, code="wrong_key")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request that can be honoured. messages: of a chat, as the chat template takes them. tools: JSON schemas of
-    those that it offers. prompt: of a completion, a text or token ids. most_tokens: None: as many as there is room for.
-    stop: None: the stage's. stream: as server-sent events, whose first one has the whole answer. usage: with a last
-    event that counts tokens."""
+    """A request that can be honoured. messages: of a chat, as the chat template takes them. tools: the JSON schemas of
+    offered tools. prompt: of a completion, a text or token ids. most_tokens: None: as many as there is room for. stop:
+    None: the stage's. stream: answer with server-sent events, the first of which has the whole answer. usage: add a
+    last event that counts tokens."""
 
     kind: Kind
     messages: tuple[dict[str, Any], ...] = ()
@@ -94,7 +94,7 @@ class Request:
 
 
 def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
-    """A request from its JSON. Raises `Refused`."""
+    """Parse a request's JSON. Raises `Refused`."""
     if not isinstance(body, dict):
         raise Refused(f"the body is {type(body).__name__}: it must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
@@ -230,7 +230,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 def plain_message(message: Any, number: int) -> dict[str, Any]:
-    """A message as the chat template takes it, without empty fields; equal for messages that mean the same."""
+    """Return a message as the chat template takes it, without empty fields; equal if messages mean the same."""
     param = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused.because(f"{param}={shown(message)}", "must be an object with a role", param=param)
@@ -244,7 +244,7 @@ def plain_message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Calls as chat templates take them: their arguments are JSON in a text, and an object there."""
+    """Return calls as chat templates take them: a request has arguments as JSON text, a template takes an object."""
     found = []
     try:
         for call in calls:

@@ -2,8 +2,8 @@
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models
 
-Each call of the function has a random key. A request without one of them is answered with 401 before its body is read.
-A stream is the whole answer in one event. The thread knows neither tokenizer nor engine: it hands a request on, and
+Each call of the function has a random key. A request without a valid key is answered with 401 before its body is read.
+A stream is the whole answer in one event. The thread knows neither tokenizer nor engine: it passes a request on, and
 waits for its answer.
 """
 
@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that waits for its answer. call: of the function that asks. gone: nobody waits any more."""
+    """A request that waits for its answer. call: the function call that sent it. gone: the client stopped waiting."""
 
     call: int
     request: Request
@@ -47,7 +47,7 @@ class Waiting:
     gone: bool = False
 
     def answer(self, answer: Answer | Refused) -> None:
-        """Send the answer; from any thread."""
+        """Send the answer; thread-safe."""
         self.loop.call_soon_threadsafe(self._settle, answer)
 
     def _settle(self, answer: Answer | Refused) -> None:
@@ -60,7 +60,7 @@ class Waiting:
 
 
 class AgentServer:
-    """One server, for one call of `generate_sequences`. sampling: of the stage. requests: those that have come."""
+    """The server of one call of `generate_sequences`. sampling: the stage's. requests: a queue of received requests."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
@@ -73,16 +73,16 @@ class AgentServer:
         return self._keys[call]
 
     def knows(self, call: int) -> bool:
-        """Whether requests of a call are taken."""
+        """Return whether requests of a call are accepted."""
         return call in self._keys
 
     def forget(self, call: int) -> None:
-        """Take no further request of a call."""
+        """Accept no further request of a call."""
         self._keys.pop(call, None)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While it listens, at `base_url`."""
+        """Listen at `base_url` while the block runs."""
         try:
             from aiohttp import web
         except ImportError as error:
@@ -103,7 +103,7 @@ class AgentServer:
             started.set()
             await stop.wait()
             await runner.cleanup()
-            await asyncio.sleep(0)  # one more round of the loop, in which closed connections free their sockets
+            await asyncio.sleep(0)  # one more iteration of the loop, in which closed connections free their sockets
 
         stop = asyncio.Event()
 
@@ -111,7 +111,7 @@ class AgentServer:
             try:
                 loop.run_until_complete(serve(stop))
             finally:
-                started.set()  # also where it could not start: requests then fail at once
+                started.set()  # also if it could not start: requests then fail at once
 
         thread = threading.Thread(target=run, daemon=True, name="server of agents")
         thread.start()
@@ -157,7 +157,7 @@ class AgentServer:
         return app
 
     def _call_of(self, request: Any) -> int:
-        """Whose key a request has. Raises `Refused`."""
+        """Return the call whose key a request has. Raises `Refused`."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
         call = key.split(b"-", 2)[1] if key.count(b"-") >= 2 else b""
         number = int(call) if call.isdigit() and len(call) < 10 else -1
@@ -182,7 +182,7 @@ class AgentServer:
 
 
 def body_of(kind: Kind, answer: Answer) -> dict[str, Any]:
-    """An answer as OpenAI writes it."""
+    """Return an answer in OpenAI's format."""
     said: dict[str, Any] = {"text": answer.text}
     name, prefix = "text_completion", "cmpl"
     if kind == "chat":
@@ -200,7 +200,7 @@ def body_of(kind: Kind, answer: Answer) -> dict[str, Any]:
 
 
 def events(kind: Kind, body: dict[str, Any], *, with_usage: bool) -> bytes:
-    """An answer as server-sent events, as OpenAI writes a stream: all of it in one, then why it ended."""
+    """Return an answer as server-sent events in OpenAI's format: the whole answer in one event, then why it ended."""
     (choice,) = body["choices"]
     same = {name: body[name] for name in ("id", "object", "created", "model")}
     if kind == "chat":

@@ -1,4 +1,4 @@
-"""The loop of a rank while agents talk to its engine: requests in, tokens out, until each function has returned."""
+"""A rank's loop while agents talk to its engine: requests in, tokens out, until each function has returned."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from workbench.workers.agents.requests import Refused, wrong_key
 from workbench.workers.agents.server import AgentServer, Waiting
 from workbench.workers.conversation import Conversation, Share
 
-WAIT_S = 0.01  # for requests, where no token is decoded
-New = tuple[int, list[int], int, int, tuple[str, ...]]  # what `Decoding.add` is given
+WAIT_S = 0.01  # how long to wait for requests while no token is decoded
+New = tuple[int, list[int], int, int, tuple[str, ...]]  # arguments of `Decoding.add`
 
 
 class Serving:
     """The requests of one rank's samples, between its server and the decoding of its tensor group.
 
-    first, of: this rank's number in the group, and how many they are: numbers of requests differ over the group.
+    first, of: this rank's number in the group, and the group's size: requests have different numbers over the group.
     most_open: see `Sampling`.
     """
 
@@ -58,11 +58,11 @@ class Serving:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many have ended, of how many."""
+        """How many samples have ended, of how many."""
         return len(self._ended), len(self._recordings)
 
     def begin_more(self) -> None:
-        """Begin samples that wait, as many as may be open."""
+        """Begin waiting samples, up to the limit of open samples."""
         while self._to_begin and self._agents.open < self._most:
             self.begin(self._to_begin.popleft())
 
@@ -73,13 +73,13 @@ class Serving:
         self._agents.begin(call, i, self._server.base_url, self._server.new_key(call))
 
     def new(self, wait_s: float) -> list[New]:
-        """The requests that have come, as the engine takes them; waits until one has, or the time is over."""
+        """Return the received requests as the engine takes them; wait until one arrives, or the time is over."""
         come = list[Waiting]()
         with suppress(queue.Empty):
             while True:
                 come.append(self._server.requests.get(block=wait_s > 0, timeout=wait_s or None))
                 wait_s = 0.0
-        # nobody waits for these: they are not asked again
+        # clients that no longer wait: drop their requests
         for number in [number for number, (waiting, _) in self._waiting.items() if waiting.gone]:
             self._drop(*self._waiting.pop(number))
         return [new for waiting in come for new in self._taken(waiting)]
@@ -106,7 +106,7 @@ class Serving:
         return [(number, asked.prompt_ids, asked.seed, asked.room, asked.stop)]
 
     def _end_flood(self, call: int) -> None:
-        """Give a call up that goes on asking for nothing."""
+        """End a call that keeps sending requests that are refused or dropped."""
         if self._recordings[self._rows[call]].flooded:
             self._server.forget(call)
             self._agents.fail(call, CallFailed(
@@ -116,7 +116,7 @@ class Serving:
             ))  # fmt: skip
 
     def answer(self, response: Response) -> None:
-        """Record what was sampled, and send it; not where the request is another rank's, or was dropped."""
+        """Record a response, and send it, unless the request is another rank's or was dropped."""
         if response.row not in self._waiting:
             return
         waiting, asked = self._waiting.pop(response.row)
@@ -128,7 +128,7 @@ class Serving:
             waiting.answer(wrong_key())
 
     def ended(self) -> None:
-        """Take in the functions that have ended."""
+        """Process the functions that have ended."""
         now_s = time.monotonic()
         self._agents.excuse([w.call for w, _ in self._waiting.values() if not w.gone], now_s - self._looked_s)
         self._looked_s = now_s
@@ -166,7 +166,7 @@ def serve(
     progress: Callable[[int, int, int], None],
     steps: int,
 ) -> None:
-    """Let agents and engine work until each function has returned.
+    """Run agents and engine until each function has returned.
 
     share, any_rank, steps: as in `converse`.
     """

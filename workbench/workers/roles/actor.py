@@ -68,10 +68,10 @@ from workbench.workers.user_loss import (
 )
 from workbench.workers.worker import Context
 
-GRADIENTS = ("log_prob", "entropy")  # numbers of tokens, with a gradient, that a loss may ask for
+GRADIENTS = ("log_prob", "entropy")  # per-token numbers, with a gradient, that a loss may ask for
 WITH_GRADIENT = (*GRADIENTS, *OF_MODEL)
-GIVEN = (*WITH_GRADIENT, "mask")  # beside columns
-# of metrics, as in `checked_loss`; on_policy=True, a correction and further terms report some of them
+GIVEN = (*WITH_GRADIENT, "mask")  # names that a loss may ask for beside columns
+# the update's own metrics, see `checked_loss`; on_policy=True, a correction and further terms report some of them
 OWN_METRICS = (
     "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "sft_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
     "old_log_prob/", "correction/",
@@ -85,7 +85,7 @@ def token_function(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> UserFunction:
-    """A loss by name as a function such as users write; theirs as it is."""
+    """Return a named loss as a function of the form that users write; a user's function is returned unchanged."""
     if callable(loss):
         return loss
     if isinstance(loss, CovarianceLoss):
@@ -113,7 +113,7 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a loss asks for with a default, and what metrics are made of."""
+    """Return the columns that a loss asks for with a default, and those from which metrics are computed."""
     columns = [name for name in _asked(arguments).optional if name not in GIVEN]
     columns += ["rollout_log_prob", *MASK_COLUMNS, *COUNTING, *([] if arguments["on_policy"] else ["old_log_prob"])]
     return tuple(dict.fromkeys(columns))
@@ -162,17 +162,17 @@ def _check_model(arguments: Mapping[str, Any], model: Model) -> None:
 
 
 def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
-    """Rows whose valid tokens all have advantage 0, such as those of a group with equal rewards."""
+    """Return the rows whose valid tokens all have advantage 0, such as the rows of a group with equal rewards."""
     valid = mask.pad().bool()
     return frozenset(torch.where(valid, advantages.pad(), 0.0).eq(0).all(-1).nonzero()[:, 0].tolist())
 
 
 class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWorker, ReferencePolicy):
-    """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
-    a pool for the role `rollout`, whose workers then have it).
+    """A causal language model with an optimizer and, in the same process, a generation engine. If the placement has a
+    pool for the role `rollout`, that pool's workers have the engine instead.
 
-    With an adapter only the adapter is trained, and `compute_ref_log_prob` is that of the model alone. An engine with
-    weights of its own gets the adapter, and holds it beside the model, which it has from the files.
+    With an adapter only the adapter is trained, and `compute_ref_log_prob` uses the model without it. An engine with
+    weights of its own receives the adapter and holds it beside the model, which it reads from the files.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -197,15 +197,15 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         writes=("old_log_prob",),
     )
     def compute_log_prob(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
-        """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature); of rollouts
-        with a sampling mask (`keep_mask`) over the tokens that could be drawn, and so is their entropy.
+        """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature). For rollouts
+        with a sampling mask (`keep_mask`), it and the entropy are over the tokens that could be drawn.
 
-        temperature: None takes the one that the responses were sampled with. It is kept in the batch's meta as
-        `log_prob_temperature`, and `update_actor` takes its ratios at it; `compute_ref_log_prob` needs its own
-        `temperature=` for a KL between the two at another temperature than the rollout's.
-        Metrics `rollout_gap/...`: |old_log_prob - rollout_log_prob|. The first is of the model alone, the second of
-        what was sampled from: after top-p without its mask, penalties and the like (see `Sampling`) their effect is
-        part of the gap. Metrics are those of the rows that are `valid`.
+        temperature: None uses the temperature with which the responses were sampled. The batch's meta keeps it as
+        `log_prob_temperature`, and `update_actor` computes its ratios at it. For a KL at another temperature than the
+        rollout's, `compute_ref_log_prob` needs its own `temperature=`.
+        Metrics `rollout_gap/...`: |old_log_prob - rollout_log_prob|. `old_log_prob` is of the model alone,
+        `rollout_log_prob` of the sampled distribution: after top-p without its mask, penalties and the like (see
+        `Sampling`), their effect is part of the gap. Metrics are over the rows that are `valid`.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         log_probs, entropies = Scatter(batch.ragged("response_ids")), Scatter(batch.ragged("response_ids"))
@@ -219,7 +219,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         }
         if "rollout_log_prob" in batch.columns:
             sampled = batch
-            if "demonstrated" in batch.columns:  # what was not sampled
+            if "demonstrated" in batch.columns:  # demonstrated rows were not sampled
                 valid = batch.valid & ~batch.numbers("demonstrated").bool()
                 sampled = replace(batch, columns={**batch.columns, "valid": valid})
             gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), sampled)
@@ -239,11 +239,11 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """Column `gradient_norm` [rows]: |grad log pi(response | prompt)|, the norm over all trained weights of the
         gradient of the response's log-probability, the sum over the tokens of `response_mask`.
 
-        `compute_advantages(estimator="off_policy_baseline")` takes it (VCPO). No step is taken. It costs a forward and
-        a backward pass for each response alone; with Training(engine="deepspeed") replicas take turns, so that it lasts
-        as many times as long as there are replicas. Rows that are not `valid` have 0, and cost nothing.
-        temperature: None takes the one that `old_log_prob` was taken at, else the rollout's. Over the sampling mask,
-        where there is one. Metric `gradient_norm/mean`.
+        `compute_advantages(estimator="off_policy_baseline")` takes it (VCPO). No step is taken. Each response costs a
+        forward and a backward pass of its own. With Training(engine="deepspeed") replicas take turns, so that n
+        replicas take n times as long. Rows that are not `valid` get 0 and cost nothing.
+        temperature: None uses the temperature of `old_log_prob`, or without one the rollout's. If the batch has a
+        sampling mask, probabilities are over its tokens. Metric `gradient_norm/mean`.
         """
         scale, mask = old_log_prob_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         context, valid_mask, norms = self.context, batch.valid_mask, torch.zeros(len(batch))
@@ -251,7 +251,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         def log_prob(micro: MicroBatch, output: tuple[Tensor, ...]) -> Tensor:
             return torch.where(micro.mask_BR(valid_mask) > 0, micro.to_BR(output[0]), 0.0).sum()
 
-        # of one token: each row is alone
+        # a budget of one token puts each row into a micro-batch of its own
         minibatches = each_minibatch(batch, 1, context.groups.data, context.device, skip=batch.invalid_rows)
         micros, done_tokens = list(chain(*minibatches)), 0
         for done, micro in enumerate(micros):
@@ -295,43 +295,43 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         temperature: PositiveFloat | None = None,
         on_policy: bool = False,
     ) -> Output:
-        """A policy update, one optimizer step a minibatch and epoch.
+        """Update the policy with one optimizer step per minibatch and epoch.
 
         loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight),
         "sapo" (a smooth gate in place of the clip), `KLCov()` or `ClipCov()` (which hold back tokens, chosen by
-        `old_log_prob`), or a function that gives the loss of each token [rows, tokens], or (that, metrics), each
-        [rows, tokens] or [rows]. It is called for a micro-batch, with what it asks for by the names of its parameters:
-        `log_prob` and `entropy` (with gradient), `mask` (bool), `hidden_states` [rows, tokens, hidden] that predict the
-        tokens, `logits`, whose `map` calls a function with the logits of a few tokens at a time
-        (`workbench.workers.user_loss.Logits`), and columns of the batch: of tokens [rows, tokens], 0 outside the
-        mask, or [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a
-        function. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
+        `old_log_prob`), or a function. A function returns the loss of each token [rows, tokens], or (loss, metrics),
+        with metrics [rows, tokens] or [rows]. It is called for each micro-batch, with the arguments that its parameters
+        name: `log_prob` and `entropy` (with gradient), `mask` (bool), `hidden_states` [rows, tokens, hidden] that
+        predict the tokens, `logits`, whose `map` calls a function with the logits of a few tokens at a time
+        (`workbench.workers.user_loss.Logits`), and columns of the batch: per token [rows, tokens], 0 outside the mask,
+        or [rows]. A parameter with a default keeps it if the batch has no such column. With a function no row is
+        skipped. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
         both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
-        epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
-        aggregation: how token losses become one.
-        entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
-        `workbench.objectives.kl.kl_loss`.
+        epochs: passes over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
+        aggregation: how token losses become one number.
+        entropy_coefficient: entropy bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its
+        form: see `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
         engines that sample from another distribution than the trainer's, or from older weights. Rollouts with top_p,
-        top_k or min_p need their sampling mask for it (`keep_mask`): with one, log-probabilities and entropies are over
-        the tokens that could be drawn.
+        top_k or min_p need their sampling mask for it (`keep_mask`); log-probabilities and entropies are then over the
+        tokens that could be drawn.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
         its gradient is part of the same optimizer step. sft_coefficient: rows that are `demonstrated` have the loss of
-        `update_sft` with this weight, over their own tokens, and no part in the policy's (HPT).
-        temperature: None takes the one that `old_log_prob` was taken at, which is the rollout's unless
-        `compute_log_prob` was given another.
-        on_policy: one optimizer step, whose own forward pass gives what `compute_log_prob` would: `old_log_prob` is not
-        read, the ratio is 1, and a forward pass is saved. The gradient is the same, to the last bit where no row is
-        skipped. The metrics of `compute_log_prob` are then here (`entropy`, `old_log_prob/mean`, `rollout_gap/...`), of
-        the rows that are not skipped.
+        `update_sft` with this weight, over their own tokens, and no part in the policy loss (HPT).
+        temperature: None uses the temperature of `old_log_prob`, which is the rollout's unless `compute_log_prob` was
+        given another.
+        on_policy: one optimizer step, whose own forward pass computes what `compute_log_prob` would: `old_log_prob` is
+        not read, the ratio is 1, and a forward pass is saved. The gradient is the same, to the last bit if no row is
+        skipped. The update then reports the metrics of `compute_log_prob` (`entropy`, `old_log_prob/mean`,
+        `rollout_gap/...`) for the rows that are not skipped.
 
         Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
-        no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
-        minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum. `skipped/fraction` is
-        another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
+        no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are over the other rows. A
+        minibatch of such rows alone is still a step, in which AdamW moves by its momentum. `skipped/fraction` is
+        another metric: optimizer steps that were not taken because the gradient norm was not finite.
 
-        A row that is not `valid` has no part in it: neither in the loss nor in a denominator.
+        A row that is not `valid` counts neither in the loss nor in a denominator.
         """
         terms: list[Term] = []
         if pretrain_coefficient:
@@ -377,7 +377,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             held_back=held_back,
         )
         # bonus and penalty have a gradient in every row, other built-in losses only in rows with an advantage; a user's
-        # function may have one in any row
+        # function may have a gradient in any row
         every_row = bool(entropy_coefficient or kl_coefficient or callable(loss) or isinstance(loss, KLCov))
         skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), batch.valid_mask)
         main = Term(
@@ -399,9 +399,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
 
     @register(ONE_TO_ALL)
     def save_adapter(self, path: str | Path) -> str:
-        """Write the adapter alone, as peft does: `peft.PeftModel.from_pretrained(model, path)` loads it. The absolute
-        path, once a rank. path: as in `save_model`, which writes model and adapter as one model.
-        """
+        """Write the adapter alone in peft's format: `peft.PeftModel.from_pretrained(model, path)` loads it. Each rank
+        returns the absolute path. path: as in `save_model`, which writes model and adapter as one model."""
         if self.spec.adapter is None:
             raise BadInput("save_adapter of an actor without one", "there is nothing to save", "use save_model")
         model: Any = self.engine.module.model

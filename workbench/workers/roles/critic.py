@@ -1,4 +1,4 @@
-"""The critic: estimates of the return from each state."""
+"""The critic role: it estimates the return from each state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workbench.workers.worker import Context
 
 CLIP = 0.2
 GIVEN = ("values", "old_values", "returns", "mask")
-OWN_METRICS = ("value_error", "values/", "returns/", "cost_values/", "cost_returns/")  # as in `checked_loss`
+OWN_METRICS = ("value_error", "values/", "returns/", "cost_values/", "cost_returns/")  # see `checked_loss`
 A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of each token [rows, tokens]"
 
 
@@ -53,7 +53,7 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 
 
 def _reads(columns: tuple[str, ...], arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns of an update whose values and returns are in `columns`."""
+    """Return the columns of an update whose values and returns are in `columns`."""
     asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).needed
     own = (name for name in asked if name not in GIVEN)
     return tuple(dict.fromkeys(("prompt_ids", "response_ids", "response_mask", *columns, *own)))
@@ -84,7 +84,7 @@ class CriticWorker(TrainedWorker):
     def compute_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `values` [rows, response tokens].
 
-        final: also `final_values` [rows], those after the last token, for `compute_advantages(bootstrap=True)`.
+        final: also `final_values` [rows], the values after the last token, for `compute_advantages(bootstrap=True)`.
         """
         scatter, final_B, column = Scatter(batch.ragged("response_ids")), torch.zeros(len(batch)), self.columns[0]
 
@@ -114,12 +114,12 @@ class CriticWorker(TrainedWorker):
         aggregation: Aggregation = "token-mean",
         max_response_tokens: PositiveInt | None = None,
     ) -> Output:
-        """Regress values on `returns`, one optimizer step a minibatch and epoch.
+        """Regress values on `returns`, one optimizer step per minibatch and epoch.
 
-        loss: a function in place of the squared error, as `update_actor(loss=)` takes: it asks by name for `values`
-        (with gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
+        loss: a function in place of the squared error, as in `update_actor(loss=)`: its parameters name `values` (with
+        gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
         clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
-        aggregation: how token losses become one, see `workbench.objectives.aggregation`.
+        aggregation: how token losses become one number, see `workbench.objectives.aggregation`.
         """
         old, returns = (batch.ragged(name) for name in self.columns)
         mask, of_values, of_returns = batch.valid_mask, *(f"{name}/" for name in self.columns)
@@ -157,7 +157,7 @@ class CriticWorker(TrainedWorker):
 
 
 class CostCriticWorker(CriticWorker):
-    """The second critic of Safe-RLHF, of future costs: a model, an optimizer and a place of its own."""
+    """The second critic of Safe-RLHF, which estimates future costs, with its own model, optimizer and placement."""
 
     columns = ("cost_values", "cost_returns")
     compute_values = None  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""Distillation: what a teacher says of the next token, and a student that learns it.
+"""Distillation: a teacher's predictions of the next token, and a student that learns them.
 
-The teacher writes its k likeliest tokens at each position, their log-probabilities, and that of all others together:
-8 k + 4 bytes a token. The student's divergence is over these k + 1 outcomes. With k = vocabulary it is the whole
-divergence, which for large vocabularies is too much to send; both models in one process, where whole distributions
-would not have to be sent, would tie their placements to each other. Neither side has logits of more than 512 positions
-at a time in memory.
+The teacher writes its k likeliest tokens at each position, their log-probabilities, and that of all other tokens
+together: 8 k + 4 bytes per token. The student's divergence is over these k + 1 outcomes. With k = vocabulary it is the
+whole divergence, which is too much to send for large vocabularies. With both models in one process, whole distributions
+would not have to be sent, but the models' placements would be tied. Neither side holds logits of more than 512
+positions at a time in memory.
 
 Shape legend: N response tokens of a micro-batch, n of one call of the head, k tokens of the teacher, V vocabulary.
 """
@@ -36,14 +36,14 @@ from workbench.workers.passes import Term, ZeroToOne, sampling_temperature
 TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
 # The batch's meta key of the temperature of the teacher's log-probabilities.
 TEACHER_TEMPERATURE = "teacher_temperature"
-# The least log-probability that a column holds: a column has no infinite numbers.
+# The least log-probability that a column holds: a column must not hold infinite numbers.
 LEAST = -1e4
 
 
 class TopK:
     """Reads the k likeliest tokens: [n, 2 k + 1], ids, log-probabilities, and the log-probability of all others.
 
-    vocabulary: tokens from this id on are left out, and the others' probabilities add up to 1.
+    vocabulary: tokens from this id on are left out, and the others' probabilities are normalised to sum to 1.
     """
 
     def __init__(self, k: int, vocabulary: int | None) -> None:
@@ -60,9 +60,9 @@ class TopK:
 
 
 class Divergence:
-    """Reads the student's divergence from the teacher's columns, and its share on the teacher's tokens: [n, 2].
+    """Reads the student's divergence from the teacher's columns, and its probability of the teacher's tokens: [n, 2].
 
-    The columns' rows go to the device with the logits that they are compared with, and not before.
+    Each part of the columns moves to the device only together with the logits to which it is compared.
     """
 
     width = 2
@@ -72,7 +72,7 @@ class Divergence:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [N, k], their log-probabilities [N, k], and that of the others [N, 1]."""
+        """Ids [N, k], their log-probabilities [N, k], and the log-probability of all other tokens [N, 1]."""
         ids, chosen, others = (self._columns[name].take(self._index).values for name in TEACHER_COLUMNS)
         return ids.view(-1, self._k), chosen.view(-1, self._k), others[:, None]
 
@@ -85,7 +85,7 @@ class Divergence:
 
 
 def teacher_columns(read: Ragged, k: int) -> dict[str, ColumnValues]:
-    """The teacher's columns, from what `TopK` read at all response tokens [tokens, 2 k + 1]."""
+    """Make the teacher's columns from what `TopK` read at all response tokens [tokens, 2 k + 1]."""
     ids, chosen, others = read.values.split([k, k, 1], dim=-1)
     each = k * read.lengths
     ids_of, log_probs, others_of = TEACHER_COLUMNS
@@ -120,13 +120,13 @@ class DistilledWorker(TrainedWorker):
         aggregation: Aggregation = "token-mean",
         max_response_tokens: PositiveInt | None = None,
     ) -> Output:
-        """Learn the teacher's distribution at each response token, one optimizer step a minibatch and epoch.
+        """Learn the teacher's distribution at each response token, one optimizer step per minibatch and epoch.
 
-        Reads what `lab.teacher.compute_teacher_log_prob` wrote, at its temperature. beta: 0 is the forward KL, 1 the
-        reverse KL, between them the generalised Jensen-Shannon divergence, see
+        Reads the columns of `lab.teacher.compute_teacher_log_prob`, at its temperature. beta: 0 is the forward KL, 1
+        the reverse KL, between them the generalised Jensen-Shannon divergence, see
         `workbench.objectives.kl.divergence`. aggregation, max_response_tokens: as in `update_actor`.
-        Where responses are the student's own there is no gradient through their sampling, as in GKD (Agarwal et al.
-        2023, https://arxiv.org/abs/2306.13649, section 3.1). A row that is not `valid` has no part in it.
+        If the student drew the responses, no gradient flows through the sampling, as in GKD (Agarwal et al. 2023,
+        https://arxiv.org/abs/2306.13649, section 3.1). Rows that are not `valid` are ignored.
         Metrics: `divergence` a token; `teacher_tokens/student_mass`, the student's probability of the teacher's tokens.
         """
         columns = {name: batch.ragged(name) for name in TEACHER_COLUMNS}
@@ -152,7 +152,7 @@ class DistilledWorker(TrainedWorker):
         return self.steps(term, epochs=epochs)
 
     def _teacher_k(self, batch: Shard, ids: Ragged) -> int:
-        """Tokens of the teacher at each position; `BadInput` on every rank where some rank's columns do not fit."""
+        """Return the teacher's tokens per position; raise `BadInput` on every rank if any rank's columns do not fit."""
         assert self.spec.name is not None
         tokens, size = batch.ragged("response_ids").lengths, Limits.of(self.spec.name).vocabulary or 0
         k = len(ids.values) // max(1, int(tokens.sum()))

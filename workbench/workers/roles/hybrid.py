@@ -1,5 +1,5 @@
-"""The actor as trainer and generation engine: on the same ranks with syncs between them, or as the publisher of weights
-for rollout workers in another pool."""
+"""The actor as trainer and generation engine: on the same ranks, with syncs between the two, or as the publisher of
+weights for rollout workers in another pool."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class HybridWorker(TrainedWorker, SamplingWorker):
-    """A trained causal language model with, in the same process, a generation engine.
+    """A trained causal language model with a generation engine in the same process.
 
     The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps is
     the weights version of every rollout. Without `spec.generation` there is no engine: rollout workers generate, see
@@ -56,7 +56,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, log_probs_of(model, spec))
         self._restored = 0
-        # what rollout workers were sent, where they are sent patches: its key, and this rank's part
+        # the weights that rollout workers last got, if they get patches: their key, and this rank's part
         self._kept: tuple[str, dict[str, Tensor]] = "", {}
         if not context.waits:
             self.begin()
@@ -68,7 +68,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         module: Any = self.engine.module
         # whether the engine samples from weights of its own, not from the trainer's
         self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
-        self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
+        self._leave_to_generator()  # vLLM starts only if there is room for all the memory that it will use
         self.start_engine(
             trainer=module.model if self._whole_weights() else None,
             sleeps=context.host.offloads and context.device.type == "cuda",
@@ -89,7 +89,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         return self.engine.steps, self._restored
 
     def _whole_weights(self) -> bool:
-        """Whether the module that is trained holds whole weights on this rank."""
+        """Return whether the trained module holds whole weights on this rank."""
         assert self.spec.training is not None
         return not self.spec.training.cuts_weights and not self.context.groups.model_parallel
 
@@ -99,9 +99,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         super().offload()
 
     def load(self, *, generates: bool = False) -> None:
-        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if it does, gradients
-        and optimizer are offloaded. The parameters of an engine with weights of its own are loaded when a sync is due.
-        """
+        """Load what an operation needs; trainer and engine take turns. The engine sleeps unless the operation
+        generates; if it generates, gradients and optimizer are offloaded, and, if the engine has weights of its own,
+        the parameters are loaded only when a sync is due."""
         if self.spec.generation is None:
             self.engine.load("parameters")
             return
@@ -113,7 +113,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self.engine.load("parameters")
 
     def _leave_to_generator(self) -> None:
-        """Offload the trainer for the engine, after the sync."""
+        """Offload the trainer after the sync, to free the device for the engine."""
         if self.context.host.offloads and self._own_weights:
             self.engine.offload()
 
@@ -122,7 +122,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._restored += 1
         self._forget()
         if self.spec.generation is not None:
-            self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
+            self.generator.weights_version = -1  # the next call syncs: equal steps no longer mean equal weights
 
     def extra_state(self) -> dict[str, Any]:
         return {**super().extra_state(), "watched": self._watched is not None}
@@ -132,7 +132,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._forget(watches=bool(state.get("watched")))
 
     def _forget(self, *, watches: bool = False) -> None:
-        """Of other weights than before: what was sent, and what `lab.changed` compares with."""
+        """After weights changed other than by updates, forget what was sent and what `lab.changed` compares with."""
         self._kept = "", {}
         if hasattr(self, "transitions"):  # there is an engine, and it has begun
             self.transitions.forget()
@@ -141,8 +141,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL)
     def watch_weights(self) -> int:
-        """Note what updates changed since the last sync or call, for `lab.changed`. The first call takes the copy that
-        later ones compare with: its bytes on this rank; later ones give 0."""
+        """Note what updates changed since the last sync or call, for `lab.changed`. The first call copies the weights,
+        for later calls to compare with, and returns the copy's bytes on this rank; later calls return 0."""
         self._note_changes()
         return 0 if self._watched is not None else self._watch()
 
@@ -162,12 +162,12 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL, generates=True)
     def sync_weights(self, *, strategy: SyncStrategy | None = None) -> dict[str, float]:
-        """Give the generation engine the trainer's weights now, if it lacks them; the sync's figures, by rank.
+        """Give the generation engine the trainer's weights now, if it lacks them; return the sync's metrics, by rank.
 
-        strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
-        ranks hold slices of it: its layout has p*t > 1, or ZeRO-3 shards it. Gives `sync_gap/mean`, the gap on the
-        probe in nats; where slices moved also `sync/received_bytes` and `sync/kept_twice_bytes`, what ranks kept beside
-        their generation weights, both of all ranks together.
+        strategy: a value of `Generation.strategy` for this sync, which is then always done; only for an actor whose
+        ranks hold slices: its layout has p*t > 1, or ZeRO-3 shards it. The metrics: `sync_gap/mean`, the gap on the
+        probe in nats; if slices moved also `sync/received_bytes` and `sync/kept_twice_bytes`, the bytes that ranks kept
+        beside their generation weights, both over all ranks together.
         """
         if strategy is not None and self.transitions.slices is None:
             raise BadInput(
@@ -181,8 +181,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; an engine
-        that sleeps is synced first."""
+        """Return the mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens;
+        a sleeping engine is synced first."""
         if self.generator.lacks_weights:
             self._sync()
         self.engine.load("parameters")
@@ -197,7 +197,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             noted.lacked = self._moved or self.generator.lacks_weights
             try:
                 metrics = self._give_weights(strategy, noted)
-            except BaseException:  # the engine may have them, and nobody has looked whether they are right
+            except BaseException:  # the engine may have the weights, but they were not checked
                 self.generator.weights_version = -1
                 raise
             self._moved = False
@@ -216,7 +216,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             return metrics
         with self.context.recorder.span("weight_sync", note="compared on a probe"):
             trained, differ = self._trainer_weights(), None
-            # of a model in slices a comparison would move all once more
+            # for a model in slices a comparison would move all weights once more
             if self.generator.takes_adapter or (self._own_weights and self._whole_weights()):
                 _, differ = differing_weights(trained, self.generator)
                 noted.differ = differ
@@ -235,14 +235,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         return compare_weights(trained, self.generator)
 
     def _log_probs_without(self, ids: Tensor) -> Tensor:
-        """The trainer's of the probe, without its adapter."""
+        """Return the trainer's log-probabilities of the probe without the adapter."""
         module: Any = self.engine.module
         with without_adapter(module.model):
             return trainer_log_probs(self.engine, ids, self.context.device)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights for an engine, which casts as it copies; or the adapter's, where it takes that; else an
-        adapter is added first."""
+        """Return whole weights for an engine, which casts them as it copies. An engine that takes adapters gets the
+        adapter's weights; for other engines the adapter is added to the model's weights first."""
         if self.generator.takes_adapter:
             return self.engine.scaled_adapter()
         return self.engine.stored_weights() if self.spec.adapter is None else self.engine.named_weights()
@@ -270,10 +270,10 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         """Keep a copy of the current weights, in the role's dtype, for workers of other roles. Together the ranks keep
         one copy, in host memory, until it is released; training goes on.
 
-        key: its name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the probe.
-        merged: of an actor with an adapter its sum with the model; else the adapter alone, as the engine has the model.
-        keep: compare it with what was kept, and keep it instead; False: forget what was kept; None: leave that.
-        `lab.actor.sync_weights`, `lab.refresh_reference` and the like call and release it.
+        key: the copy's name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the
+        probe. merged: publish an actor's adapter added to its model; False: the adapter alone, as the engine has the
+        model. keep: True: compare the copy with the kept one, and keep it instead; False: forget the kept copy; None:
+        leave it. `lab.actor.sync_weights`, `lab.refresh_reference` and the like publish and release copies.
         """
         assert self.spec.dtype is not None
         module: Any = self.engine.module
@@ -282,7 +282,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         alone = self.spec.adapter is not None and not merged
         if weights:
             self._note_changes()
-        if alone:  # small: every rank has all of it for a moment
+        if alone:  # small: every rank holds the whole adapter for a moment
             held = [(n, w.to(dtype, copy=True)) for n, w in (self.engine.scaled_adapter() if weights else ())]
             model = uncut_weights({name: weight.shape for name, weight in held}, self.spec.dtype)
         else:
@@ -294,7 +294,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if keep and not since:
             keep = self.has_room(model.nbytes // layout.size)
         if keep is not None:
-            self._kept = "", {}  # until the new one is complete
+            self._kept = "", {}  # until the new copy is complete
         ids = self._probe_ids() if probe else empty
         contents = Contents(
             version=self.engine.steps,

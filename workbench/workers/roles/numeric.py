@@ -1,4 +1,4 @@
-"""Stages of arithmetic without a model: reductions over the whole batch."""
+"""The numeric role: arithmetic over the whole batch, without a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from workbench.workers.worker import Worker
 
 
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
-    """The columns of a signal that an estimator needs."""
+    """Return the columns of a signal that an estimator needs."""
     if callable(estimator):
         return signal.scores, *signal.columns(Asked.by(estimator).needed)
     critics = dict.fromkeys(WITH_CRITIC, (signal.values,))
@@ -126,7 +126,7 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 
 
 class NumericWorker(Worker):
-    """Runs in the actor's pool."""
+    """Computes advantages and returns; runs in the actor's pool."""
 
     @register(
         DP_PROTO,
@@ -155,41 +155,41 @@ class NumericWorker(Worker):
         multiplier: Annotated[Number, Field(ge=0, le=MAX_MULTIPLIER)] | None = None,
         count_invalid: bool = False,
     ) -> Output:
-        """Advantages and returns from rewards, a number a response token.
+        """Advantages and returns from rewards, one number per response token.
 
         estimator: "gae" (PPO; reads `values`); "remax" (reads `baseline_rewards`, scores of greedy responses) and
         "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation),
-        "grpo_batch_std" (that of all scores), "rloo", "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to
-        go less their mean), "grpo_process" (normalised rewards of steps from a token on; steps end where `step_ends`
-        is 1, without that column with each token; a score of the whole response is one step). By turns of a
-        conversation, which end at `turn_ends`, with a turn as the action: "gae_turn" (reads `values`, at the first
-        token of a turn), "reinforce_turn" and "reinforce_turn_baseline" (less the mean score of the prompt's
-        conversations): gamma and lam count turns, and each token gets its turn's advantage. Or a function of the
-        whole batch, the rows of all ranks in their order, which gives advantages [rows] or [rows, tokens], or
-        (advantages, returns). It asks by the names of its parameters for `rewards` [rows], `token_rewards` (after the
-        penalties), `mask` (bool), `group` (of a prompt) and any column;
-        numbers of tokens are [rows, tokens], 0 outside the mask. Rows that are not `valid` are not among its rows.
+        "grpo_batch_std" (standard deviation of all scores), "rloo", "off_policy_baseline" (VCPO),
+        "reinforce_pp_baseline" (reward to go minus the prompt's mean score), "grpo_process" (normalised rewards of
+        steps from a token on; steps end where `step_ends` is 1, or without that column at each token; a score of the
+        whole response is one step). With a turn of a conversation as the action (turns end at `turn_ends`): "gae_turn"
+        (reads `values` at the first token of a turn), "reinforce_turn" and "reinforce_turn_baseline" (minus the mean
+        score of the prompt's conversations): gamma and lam count turns, and each token gets its turn's advantage. Or a
+        function of the whole batch, the rows of all ranks in their order, which returns advantages [rows] or [rows,
+        tokens], or (advantages, returns). Its parameters name `rewards` [rows], `token_rewards` (after the penalties),
+        `mask` (bool), `group` (of a prompt) and any column; per-token numbers are [rows, tokens], 0 outside the mask.
+        It does not get rows that are not `valid`.
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
-        action (MA-PPO): a number; "random": 1, 2, 3, 5 or 10, drawn; "perplexity": as long as each is likelier than the
-        one before by `ref_log_prob`; "steps": up to each `step_ends`, see `compute_reward(steps=)`.
+        action (MA-PPO): a number; "random": 1, 2, 3, 5 or 10, drawn; "perplexity": as long as each token is likelier
+        than the one before by `ref_log_prob`; "steps": up to each `step_ends`, see `compute_reward(steps=)`.
         kl_coefficient, kl: per-token penalty against `ref_log_prob` in the reward, and its estimator.
-        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens, counted as
-        the rollouts' limit counts them, with what an environment wrote, in the longest context of a response; 0: none.
-        whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp,
-        by token or by turn.
-        correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the weights of its
-        level, before they are bounded; the other estimators do not look at it. It also takes `gradient_norm`, see
-        `compute_gradient_norm`; without that column it takes the square of the norm as proportional to the number of
-        tokens.
-        multiplier: Safe-RLHF's; the advantages of `costs`, whose penalty has the other sign, are held against those of
-        the rewards, see `lagrangian`, before whitening. For them `values`, `final_values` and `baseline_rewards` are
-        the columns `cost_values`, `final_cost_values` and `baseline_costs`, in a function of yours too.
-        count_invalid: rows that are not `valid` are left out of baselines, deviations, whitening and metrics, and their
-        advantages are 0. So is a prompt of which fewer than 2 rows are valid, where its rows are each other's baseline
-        (metric `dropped_groups`), and a row whose greedy response failed. The column `counted`, made anew by each call,
-        tells the updates which rows are left. True counts the scores of invalid rows too; the updates leave them out
-        all the same, unless the column `valid` is dropped.
+        overlong_buffer: DAPO's penalty of rewards, which falls to -1 over the last `overlong_buffer` of
+        max_response_tokens. Tokens are counted as for the rollouts' limit, with an environment's tokens, in the longest
+        context of a response; 0: none.
+        whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: only with the estimators
+        "gae...", "reinforce_...".
+        correction: the update's, `update_actor(correction=...)`: "off_policy_baseline" uses the weights of its level,
+        before they are bounded, and reads `gradient_norm`, see `compute_gradient_norm`; without that column it takes
+        the squared norm as proportional to the number of tokens. The other estimators ignore it.
+        multiplier: Safe-RLHF's; the advantages of `costs`, to which the KL penalty is added, are weighed against those
+        of the rewards, see `lagrangian`, before whitening. For costs, the columns `cost_values`, `final_cost_values`
+        and `baseline_costs` replace `values`, `final_values` and `baseline_rewards`, in a function of yours too.
+        count_invalid: False: rows that are not `valid` are left out of baselines, deviations, whitening and metrics,
+        and their advantages are 0. So are prompts with fewer than 2 valid rows, if a prompt's rows are each other's
+        baseline (metric `dropped_groups`), and rows whose greedy response failed. The column `counted`, written by each
+        call, tells the updates which rows are left. True: invalid rows' scores count too; the updates still leave these
+        rows out, unless the column `valid` is dropped.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
         metrics: Metrics = {}
@@ -223,7 +223,7 @@ class NumericWorker(Worker):
 
 
 def _reference_kl(batch: Shard, estimation: Estimation) -> Metrics:
-    """How far the policy is from the reference, by token and by response, where both are known."""
+    """Return the policy's KL from the reference, per token and per response, where both are known."""
     if "old_log_prob" not in batch.columns or "ref_log_prob" not in batch.columns:
         return {}
     kl_BT = kl_estimate(batch.ragged("old_log_prob").pad(), batch.ragged("ref_log_prob").pad(), "k1")

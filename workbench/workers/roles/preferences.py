@@ -1,4 +1,4 @@
-"""What the actor learns from people's preferences: pairs of answers, and single answers that were rated.
+"""How the actor learns from people's preferences: from pairs of answers, and from single answers that were rated.
 
 Suffix P: pairs of a micro-batch.
 """
@@ -37,7 +37,7 @@ PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics, *t
 
 
 def as_rows(batch: Shard) -> Shard:
-    """Pairs as rows: 2i is the chosen answer of pair i, 2i + 1 the rejected one.
+    """Turn pairs into rows: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one.
 
     `response_mask` is 1 on the last token of every answer: a pair's loss counts there, once for each of its answers.
     """
@@ -58,14 +58,14 @@ def as_rows(batch: Shard) -> Shard:
 
 
 def last_tokens(answers: Ragged) -> Ragged:
-    """1 on the last token of every answer, none of which is empty."""
+    """Return a column that is 1 on the last token of every answer; no answer may be empty."""
     last = torch.zeros(len(answers.values), dtype=torch.bool)
     last[torch.cumsum(answers.lengths, 0) - 1] = True
     return answers.like(last)
 
 
 def pair_term(batch: Shard, reading: RowReading, loss: PairLoss) -> Term:
-    """The mean of a loss over pairs. reading: the values that it is of."""
+    """Return the mean of a loss over pairs, as a term. reading: reads the values from which the loss is computed."""
 
     def each(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
         values_B = reading.values(micro, output)
@@ -77,9 +77,9 @@ def pair_term(batch: Shard, reading: RowReading, loss: PairLoss) -> Term:
 
 
 def pair_values(worker: PassWorker, batch: Shard, reading: RowReading) -> tuple[Tensor, Tensor]:
-    """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
+    """Return the values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
 
-    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit.
+    Uses the same micro-batches as `pair_term`, so that an update starts from these values to the last bit.
     """
     values_B = worker.row_values(as_rows(batch), reading, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
@@ -88,8 +88,8 @@ def pair_values(worker: PassWorker, batch: Shard, reading: RowReading) -> tuple[
 def pair_metrics(
     loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, *, names: tuple[str, str], sign: int = 1
 ) -> DeviceMetrics:
-    """Metrics of pairs and their two scores: loss, share in which the chosen answer has the better one (a tie does not
-    count), by how much it is better, and the mean of each. sign: -1 where lower is better."""
+    """Metrics of pairs and their two scores: the loss, the share whose chosen answer has the better score (a tie does
+    not count), by how much it is better, and the mean of each score. sign: -1 if lower scores are better."""
     chosen_P, rejected_P = chosen_P.detach().double(), rejected_P.detach().double()
     gap_P = sign * (chosen_P - rejected_P)
     told = {
@@ -103,7 +103,7 @@ def pair_metrics(
 
 
 def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Communicator) -> Metrics:
-    """The 95 % interval of the accuracy over the pairs of all replicas."""
+    """Return the 95 % interval of the accuracy over the pairs of all replicas."""
     counts = torch.tensor([float((chosen > rejected).sum()), len(chosen)], dtype=torch.float64)
     right, pairs = data.all_reduce(counts).tolist()
     if not pairs:
@@ -119,8 +119,8 @@ REFERENCE_FEEDBACK_COLUMNS = ("ref_response_log_prob", "ref_mismatched_log_prob"
 
 
 def as_answers(batch: Shard, answers: str) -> Shard:
-    """Rows of prompt and one column of answers. `response_mask` is 1 on the last token of every answer: a row's loss
-    counts there."""
+    """Return rows of the prompt and one column of answers. `response_mask` is 1 on the last token of every answer: a
+    row's loss counts there."""
     responses = batch.ragged(answers)
     columns: dict[str, ColumnValues] = {
         "prompt_ids": batch.ragged("prompt_ids"),
@@ -142,7 +142,7 @@ LOG_ODDS = ("chosen_log_odds", "rejected_log_odds")
 
 
 class PairLosses:
-    """The loss of the pairs of a shard, from the log-probabilities of their answers.
+    """The loss of a shard's pairs, computed from the log-probabilities of their answers.
 
     objective: which loss. beta, label_smoothing: see `workbench.objectives.preference`.
     """
@@ -155,7 +155,7 @@ class PairLosses:
     def __call__(
         self, chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]
     ) -> tuple[Tensor, DeviceMetrics, tuple[Tensor, Tensor]]:
-        """(loss, metrics, the scores of both answers by which the pair is judged)."""
+        """Return (loss, metrics, the scores of both answers by which the pair is judged)."""
 
         def here(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
             return to_device(chosen[pairs], chosen_P.device), to_device(rejected[pairs], chosen_P.device)
@@ -189,11 +189,11 @@ class PreferenceWorker(TrainedWorker):
         label_smoothing: Smoothing = 0.0,
     ) -> Output:
         """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
-        summed over their tokens, nats.
+        summed over their tokens, in nats.
 
-        Where the batch has the reference's (for objective "orpo", which has none, always), the metrics are those of
-        `update_dpo`, `update_ipo` or `update_orpo` with the same arguments, and the bounds of the accuracy's 95 %
-        interval: what held-out pairs say. They are those of the rows that are `valid`.
+        If the batch has the reference's columns (always for objective "orpo", which needs none), the metrics are those
+        of `update_dpo`, `update_ipo` or `update_orpo` with the same arguments, and the bounds of the accuracy's 95 %
+        interval: use them on held-out pairs. They are over the rows that are `valid`.
         """
         chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         metrics: Metrics = {}
@@ -209,28 +209,28 @@ class PreferenceWorker(TrainedWorker):
     def update_dpo(
         self, batch: Shard, *, beta: PositiveFloat = 0.1, label_smoothing: Smoothing = 0.0, epochs: PositiveInt = 1
     ) -> Output:
-        """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        """Direct preference optimization, one optimizer step per minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.dpo_loss`.
 
-        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
-        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
-        Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
+        Reads `chosen_ids` and `rejected_ids`, and the columns that `lab.reference.compute_ref_pair_log_prob` wrote. In
+        float32 the first loss is log 2; in bfloat16 the frozen reference rounds differently from the actor, by tenths
+        of a nat. Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
         """
         return self._update_on_pairs(PairLosses(batch, "dpo", beta, label_smoothing), batch, epochs)
 
     @update_stage(reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS))
     def update_ipo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
-        """Identity preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        """Identity preference optimization, one optimizer step per minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.ipo_loss`.
 
-        Reads what `update_dpo` reads, and its metrics are the same, of implicit rewards that are means over tokens. In
-        float32 the first loss is 1 / (4 beta^2).
+        Reads the columns that `update_dpo` reads, and reports the same metrics, of implicit rewards that are means over
+        tokens. In float32 the first loss is 1 / (4 beta^2).
         """
         return self._update_on_pairs(PairLosses(batch, "ipo", beta), batch, epochs)
 
     @update_stage(reads=PAIR_COLUMNS)
     def update_orpo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
-        """Odds ratio preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        """Odds ratio preference optimization, one optimizer step per minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.orpo_loss`. It needs no reference.
 
         Metrics: `sft_loss` (of the chosen answers), `accuracy` (of the log-odds), `margin` between them (the log odds
@@ -255,10 +255,10 @@ class PreferenceWorker(TrainedWorker):
         undesirable_weight: NonNegativeFloat = 1.0,
     ) -> Output:
         """Columns `response_log_prob`, `mismatched_log_prob` [rows]: log-probabilities of each row's whole answer, and
-        of the answer to another prompt, summed over their tokens, nats.
+        of the answer to another prompt, summed over their tokens, in nats.
 
-        Where the batch has ratings and the reference's numbers, the metrics are those of `update_kto` with the same
-        arguments: what held-out feedback says. They are those of the rows that are `valid`.
+        If the batch has ratings and the reference's columns, the metrics are those of `update_kto` with the same
+        arguments: use them on held-out feedback. They are over the rows that are `valid`.
         """
         own, mismatched = (
             self.row_values(as_answers(batch, name), ANSWER_LOG_PROBS) for name in ("response_ids", "mismatched_ids")
@@ -282,12 +282,12 @@ class PreferenceWorker(TrainedWorker):
         undesirable_weight: NonNegativeFloat = 1.0,
         epochs: PositiveInt = 1,
     ) -> Output:
-        """Kahneman-Tversky optimization, one optimizer step a minibatch (of rated answers) and epoch; see
+        """Kahneman-Tversky optimization, one optimizer step per minibatch (of rated answers) and epoch; see
         `workbench.objectives.preference.kto_loss`.
 
-        Reads the columns of `lab.feedback(...)`, and what `lab.reference.compute_ref_feedback_log_prob` wrote. Before
-        each step a pass without gradients over `mismatched_ids` estimates the reference point `kl`, over the whole
-        minibatch of all replicas. In float32 the first loss is half of the mean weight.
+        Reads the columns of `lab.feedback(...)`, and those that `lab.reference.compute_ref_feedback_log_prob` wrote.
+        Before each step, a pass without gradients over `mismatched_ids` of the minibatch's rows on all replicas
+        estimates the reference point `kl`. In float32 the first loss is half of the mean weight.
         Metrics: `kl`; `desirable_rewards/mean` and `undesirable_rewards/mean`, of beta log pi/ref.
         """
         rows, kl = as_answers(batch, "response_ids"), 0.0
@@ -311,7 +311,7 @@ class PreferenceWorker(TrainedWorker):
         return replace(output, notes=(*output.notes, *self._note_on_labels(good)))
 
     def _note_on_labels(self, desirable_B: Tensor) -> tuple[str, ...]:
-        """What to say where the answers of all replicas have one label."""
+        """Return a note for the user if the answers of all replicas have the same label."""
         counts = torch.tensor([int(desirable_B.bool().sum()), len(desirable_B)])
         good, rows = self.context.groups.data.all_reduce(counts).tolist()
         if 0 < good < rows:
@@ -323,7 +323,7 @@ class PreferenceWorker(TrainedWorker):
         )
 
     def _reference_point(self, mismatched: Tensor, batch: Shard) -> float:
-        """KTO's estimate of KL(pi || ref), over the valid rows of all replicas."""
+        """Return KTO's estimate of KL(pi || ref), over the valid rows of all replicas."""
         gap = (mismatched.double() - batch.numbers("ref_mismatched_log_prob").double())[batch.valid]
         counts = torch.tensor([float(gap.sum()), len(gap)], dtype=torch.float64)
         total, rows = self.context.groups.data.all_reduce(counts).tolist()

@@ -1,4 +1,4 @@
-"""The reference: the frozen policy near which the actor is kept."""
+"""The reference role: the frozen policy to which the actor is kept close."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from workbench.workers.worker import Context
 
 @contextmanager
 def computing_in(module: TokenLogProbs, precision: Precision) -> Iterator[None]:
-    """Inside, the module computes in that precision, from copies of its weights: as many bytes more as these have."""
+    """Inside the block the module computes in this precision, from copies of its weights, which need extra memory."""
     dtype, head = getattr(torch, precision.dtype), cast(Any, module.model.get_output_embeddings())
     parameters = list(module.parameters())
     device = parameters[0].device
@@ -63,11 +63,11 @@ def computing_in(module: TokenLogProbs, precision: Precision) -> Iterator[None]:
             inside.callback(setattr, parameter, "data", parameter.data)
         if precision.adapter == "merged":
             _merge(module)
-        if precision.head == "float32":  # from its weights as they are now
+        if precision.head == "float32":  # the head in float32, from its current weights
             bias = None if head.bias is None else head.bias.data.float()
             head.forward = partial(linear_in_float32, SimpleNamespace(weight=head.weight.data.float(), bias=bias))
             inside.callback(delattr, head, "forward")
-        elif type(head) is Float32Head:  # as `Training.head_dtype` has it
+        elif type(head) is Float32Head:  # `Training.head_dtype` made it a float32 head
             head.__class__ = nn.Linear  # type: ignore[assignment]
             inside.callback(setattr, head, "__class__", Float32Head)
         held = dtype if precision.weights == "same" else torch.float32
@@ -87,18 +87,18 @@ def _merge(module: nn.Module) -> None:
 
 
 class ReferencePolicy(PassWorker):
-    """The operations of a reference, for a worker with a policy whose weights do not change."""
+    """The operations of a reference, for a worker that has a policy with fixed weights."""
 
     engine: TrainingEngine
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Inside, the engine's module is the reference."""
+        """Inside the block, the engine's module is the reference."""
         return nullcontext()
 
     @row_stage(reads=PAIR_COLUMNS, writes=("ref_chosen_log_prob", "ref_rejected_log_prob"))
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
-        """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
-        pair, summed over their tokens, nats."""
+        """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of both whole answers of
+        each pair, summed over their tokens, in nats."""
         with self.as_reference():
             chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
@@ -106,7 +106,7 @@ class ReferencePolicy(PassWorker):
     @row_stage(reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS)
     def compute_ref_feedback_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_response_log_prob`, `ref_mismatched_log_prob` [rows]: log-probabilities of each row's whole
-        answer, and of the answer to another prompt, summed over their tokens, nats."""
+        answer, and of the answer to another prompt, summed over their tokens, in nats."""
         with self.as_reference():
             own, mismatched = (
                 self.row_values(as_answers(batch, name), ANSWER_LOG_PROBS) for name in FEEDBACK_COLUMNS[1:]
@@ -123,9 +123,9 @@ class ReferencePolicy(PassWorker):
     ) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 
-        temperature: None takes the one that the responses were sampled with, whatever `compute_log_prob` was given.
-        sampling_mask: of rollouts with a sampling mask (`keep_mask`) over the tokens that could be drawn, as
-        `old_log_prob` is, so that a KL compares two distributions over the same tokens; False: over all tokens.
+        temperature: None uses the temperature with which the responses were sampled, also if `compute_log_prob` was
+        given another. sampling_mask: for rollouts with a sampling mask (`keep_mask`), only over tokens that could be
+        drawn, as `old_log_prob`, so that a KL compares distributions over the same tokens; False: over all tokens.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         with self.as_reference():
@@ -145,9 +145,9 @@ class ReferencePolicy(PassWorker):
         temperature: PositiveFloat | None = None,
     ) -> Output:
         """Columns `log_prob_<name>` [rows, response tokens]: log softmax(logits / temperature) at each response token,
-        once in each of these precisions, from the weights as they are now. See `lab.mismatch`.
+        once in each of these precisions, from the current weights. See `lab.mismatch`.
 
-        temperature: None takes the one that the responses were sampled with.
+        temperature: None uses the temperature with which the responses were sampled.
         """
         module: Any = self.engine.module
         if self.context.layout.p * self.context.layout.t > 1 or any(hasattr(w, "ds_id") for w in module.parameters()):
@@ -183,15 +183,15 @@ class ReferencePolicy(PassWorker):
         temperature: PositiveFloat | None = None,
         prompt: Literal["prompt_ids", "teacher_prompt_ids"] = "prompt_ids",
     ) -> Output:
-        """What this model says of each response token, for `update_distill`: of softmax(logits / temperature) the top_k
-        likeliest tokens and their log-probabilities, `teacher_ids` and `teacher_log_prob` [rows, response tokens x
-        top_k], and `teacher_tail_log_prob` [rows, response tokens], that of all others together. 8 top_k + 4 bytes a
-        response token.
+        """This model's prediction of each response token, for `update_distill`: the top_k likeliest tokens of
+        softmax(logits / temperature) and their log-probabilities, `teacher_ids` and `teacher_log_prob` [rows, response
+        tokens x top_k], and `teacher_tail_log_prob` [rows, response tokens], the log-probability of all other tokens
+        together. These take 8 top_k + 4 bytes per response token.
 
-        vocabulary: leave out the tokens from this id on, which the student's model does not have; None: none.
-        temperature: None takes the one that the responses were sampled with; it is kept in the batch's meta as
-        `teacher_temperature`. prompt: "teacher_prompt_ids" reads other prompts than the student did, such as ones that
-        hold a solution: self-distillation.
+        vocabulary: leave out the tokens from this id on, which the student's model does not have; None: leave out none.
+        temperature: None uses the temperature with which the responses were sampled; the batch's meta keeps it as
+        `teacher_temperature`. prompt: "teacher_prompt_ids" reads other prompts than the student's, such as prompts that
+        contain a solution: self-distillation.
         Metric: `teacher_tokens/mass`, this model's probability of the top_k tokens, in valid rows.
         """
         scale = sampling_temperature(batch, temperature)
@@ -208,7 +208,7 @@ class ReferencePolicy(PassWorker):
 
 
 class ReferenceWorker(ReferencePolicy, ModelWorker):
-    """A causal language model whose weights change only by `take_weights`."""
+    """A causal language model whose weights only `take_weights` changes."""
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
@@ -227,7 +227,7 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
     @register(ONE_TO_ALL)
     @torch.no_grad()
     def take_weights(self, published: Published) -> None:
-        """Take the weights that the actor has published: each rank its own part.
+        """Take the weights that the actor has published: each rank takes its own part.
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
@@ -250,4 +250,4 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
 
 
 class TeacherWorker(ReferenceWorker):
-    """The model that a student learns from: a reference that is not the actor's beginning."""
+    """The model from which a student learns: a reference that does not start as the actor's copy."""

@@ -1,4 +1,4 @@
-"""Reward and cost: scores of responses, by a model or by a rule."""
+"""The reward and cost roles: they score responses by a model or a function."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _learns_pairs = partial(update_stage, reads=PAIR_COLUMNS, optional=("margin",), 
 
 
 class RewardWorker(ModelWorker):
-    """A model with a score head, or no model and a function. Functions given to a call run here too.
+    """A model with a score head, or no model and a function. Functions that are arguments of a call run here too.
 
-    The model has an optimizer where `Model(..., training=...)` was given for this role. A judge generates.
+    The model has an optimizer if this role was declared with `Model(..., training=...)`. A judge generates.
     """
 
-    column, sign = "rewards", 1  # what its scores are called, and -1 where lower is better
+    column, sign = "rewards", 1  # the column of scores; sign: -1 if lower scores are better
     _judge: JudgeEngine | None = None
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -110,11 +110,11 @@ class RewardWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path, *, card: str = "", shard_gb: PositiveFloat = SHARD_GB) -> str:
-        """Write the model as it is now, score head and centring included; see the actor's `save_model`.
+        """Write the current model, including score head and centring; see the actor's `save_model`.
 
-        transformers' `AutoModelForSequenceClassification` reads all but the head's bias, in which the centring is: its
-        logits + `config.score_bias` are the scores. Differences between answers are the same without it, the sign of a
-        cost is not.
+        transformers' `AutoModelForSequenceClassification` reads all but the head's bias, which holds the centring: its
+        logits + `config.score_bias` are the scores. Differences between answers are the same without the bias, but the
+        sign of a cost is not.
         """
         return self.write_weights(path, card, shard_gb)
 
@@ -128,9 +128,9 @@ class RewardWorker(ModelWorker):
     def center(self, batch: Shard, *, answers: str = "response_ids") -> Output:
         """Shift all scores so that the answers in this batch have mean 0. The shift is kept with the weights.
 
-        answers: the column with their tokens; "chosen_ids" for those of pairs. Take reference answers, such as
-        demonstrations: a loss on pairs leaves the level of the scores open. transformers adds no level: `save_model`.
-        Rows that are not `valid` do not count.
+        answers: the column with the answers' tokens; "chosen_ids" for the chosen answers of pairs. Use reference
+        answers, such as demonstrations: a loss on pairs leaves the level of the scores open. transformers does not add
+        the shift, see `save_model`. Rows that are not `valid` do not count.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
         rows = replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)})
@@ -146,8 +146,8 @@ class RewardWorker(ModelWorker):
     def compute_pair_rewards(self, batch: Shard) -> Output:
         """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
 
-        Metrics, in `lab.last_metrics["compute_pair_rewards"]`: what `update_reward` says, without an update, and
-        `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval. They are of the rows that are `valid`.
+        Metrics, in `lab.last_metrics["compute_pair_rewards"]`: those of `update_reward`, without an update, and
+        `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval. All are over the rows that are `valid`.
         """
         chosen, rejected = pair_values(self, batch, LAST_TOKEN_SCORES)
         margin, valid_B, names, sign = _margin(batch), batch.valid, self._of_pairs, self.sign
@@ -159,10 +159,10 @@ class RewardWorker(ModelWorker):
 
     @_learns_pairs()
     def update_reward(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
-        """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
-        epoch; see `workbench.objectives.preference.pairwise_loss`.
+        """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step per minibatch (of pairs)
+        and epoch; see `workbench.objectives.preference.pairwise_loss`.
 
-        Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
+        Scores are read at an answer's last token. The column `margin` is read if the batch has it.
         Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.
         """
         margin, names, sign = _margin(batch), self._of_pairs, self.sign
@@ -192,39 +192,39 @@ class RewardWorker(ModelWorker):
         only: Any = None,
         steps: str | bool = False,
     ) -> Output:
-        """Column `rewards`: one score a row [rows], or one a response token where the function returns lists; 0 on the
+        """Column `rewards`: one score per row [rows], or one per response token if the function returns lists; 0 on the
         tokens that the policy did not choose (outside `response_mask`).
 
-        function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
-        role's own function or model. A model's score is read at the last response token. The row's text columns are
-        passed by name, those that the function takes. `response` is without special tokens; a parameter `raw_response`
+        function: `fn(prompt, response, **row)` -> number, defined in a cell and run here, one sample per call; None:
+        the role's own function or model. A model's score is read at the last response token. The function gets the
+        row's text columns that its parameters name. `response` is without special tokens; a parameter `raw_response`
         gets the text with them, `response_ids` the token ids, `last_turn` the text of a conversation's last turn:
-        `response` has what the environment said, too. After rollouts in an environment `environment_rewards`, a
-        list of one number a response token: to return it is to take the environment's rewards as they are, token by
-        token; to return its sum is to score the whole response with it.
+        `response` also contains what the environment said. After rollouts in an environment, `environment_rewards` is a
+        list of one number per response token: return it to use the environment's rewards unchanged, token by token;
+        return its sum to score the whole response with it.
         Several functions by name, `{"right": right, "format": (tidy, 0.2)}`, each alone (weight 1) or with its weight,
-        are components: each writes a column, `rewards/right`, and `rewards` is their weighted sum; see `reweigh`. Where
-        a component returns lists, `rewards` has one number a token, and a component of one number a row counts on the
+        are components: each writes a column, `rewards/right`; `rewards` is their weighted sum; see `reweigh`. If a
+        component returns lists, `rewards` has one number per token, and a component of one number per row counts on the
         row's last token in `response_mask`. A function over many rows at once: `wb.batched`.
-        weights: by name of the component, in place of the weights that came with the functions; the others keep theirs.
-        concurrency: calls of a function under way at once, in threads: for one that waits, for a server say. None: one
-        after the other, in the main thread of the function's process; of an `async def` function, eight at once.
-        call_timeout_s: the time limit of a call. One past it ends the process in which the function runs; its memory:
+        weights: by name of the component, in place of the weights given with the functions; the others keep theirs.
+        concurrency: how many calls of a function run at once, in threads, for a function that waits, say for a server.
+        None: one by one, in the main thread of the function's process; for an `async def` function, eight at once.
+        call_timeout_s: the time limit of a call. A longer call ends the function's process. The function's memory:
         `wb.limits`.
-        retries: how often a call that failed is made again, after all others; about a judge's row with a new judgement,
-        where the judge samples. A row whose call still fails, for
-        whatever reason, is not `valid`, has reward 0, and `failure` says why: `batch.failed()` lists them.
-        most_failed: the share of the batch's rows that may fail. Where more do, no further call is made, and the stage
+        retries: how often a failed call is repeated, after all other calls; for a judge's row with a new judgement, if
+        the judge samples. A row whose call still fails, for any reason, is not `valid`, has reward 0, and `failure`
+        says why: `batch.failed()` lists such rows.
+        most_failed: the share of the batch's rows that may fail. If more fail, no further call is made, and the stage
         raises `RewardError`, whose `.batch` has the rows that were finished; 0: any failure fails the stage.
-        only: `batch.failed()`, or row numbers: only these rows are asked, and the others keep their scores. Components
-        are those of the batch, by name; `rewards` of all rows is made from them with the weights given now.
-        steps: a text with which steps of a response end, such as "\\n\\n" or a special token: a function returns one
-        number a step and may ask for `steps`, their texts, and a model's score is read at the last token of each. True:
-        the function returns (last token, number) pairs. `rewards` has the numbers on those tokens, 0 on the others, and
-        the column `step_ends` is 1 on them; a number for the whole response is a step that ends with it. See the
-        estimator "grpo_process" of `compute_advantages`.
-        Metrics: `rewards/mean`, of the valid rows, and of each component; `rewards/interval95`, half the width of the
-        mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
+        only: `batch.failed()`, or row numbers: only these rows are scored, and the others keep their scores. Components
+        are those of the batch, by name; `rewards` of all rows is computed from them with the weights given now.
+        steps: the text with which steps of a response end, such as "\\n\\n" or a special token: a function returns one
+        number per step and may ask for `steps`, their texts; a model's score is read at the last token of each step.
+        True: the function returns (last token, number) pairs. `rewards` has the numbers on those tokens, 0 on the
+        others, and the column `step_ends` is 1 on them; a number for the whole response is a step that ends with it.
+        See the estimator "grpo_process" of `compute_advantages`.
+        Metrics: `rewards/mean`, over the valid rows, and the mean of each component; `rewards/interval95`, half the
+        width of the mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
         """
         return self._score(
             batch, self._components(function, weights), steps=steps, concurrency=concurrency,
@@ -239,11 +239,11 @@ class RewardWorker(ModelWorker):
         by_hand=lambda arguments: True,
     )
     def reweigh(self, batch: Shard, weights: Annotated[Mapping[str, Weight], Field(min_length=1)]) -> Output:
-        """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
+        """Compute column `rewards` again from the component columns that `compute_reward` wrote: no function is called.
 
-        weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
-        Components of one number a row and of one a token are added as `compute_reward` adds them.
-        `lab.compare` takes these rewards as they are, so that arms differ in nothing else.
+        weights: by name of the component; a component that is not named has no part. Rows that are not valid have
+        reward 0. Components of one number per row and per token are added as in `compute_reward`. `lab.compare` uses
+        these rewards unchanged, so that arms differ in nothing else.
         """
         parts = [batch.columns[f"rewards/{name}"] for name in weights]
         whole = weighted(parts, list(weights.values()), batch.columns.get("response_mask"))
@@ -251,7 +251,7 @@ class RewardWorker(ModelWorker):
         return Output(columns={"rewards": whole}, **reported("rewards", whole, batch.valid, batch))
 
     def _components(self, function: Any, weights: Mapping[str, float] | None = None) -> Components | None:
-        """Those of a call; None: the role's model scores."""
+        """Return the components of a call; None: the role's model scores."""
         function = function or self.spec.function
         if function is None:
             return None
@@ -297,7 +297,7 @@ class CostWorker(RewardWorker):
         most_failed: ZeroToOne = 0.2,
         only: Any = None,
     ) -> Output:
-        """Column `costs`, as `compute_reward` makes `rewards`."""
+        """Column `costs`, computed as `compute_reward` computes `rewards`."""
         return self._score(
             batch, self._components(function), concurrency=concurrency, timeout_s=call_timeout_s,
             retries=retries, most_failed=most_failed, only=only,
@@ -305,22 +305,22 @@ class CostWorker(RewardWorker):
 
     @_scores_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
-        """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
-        answer has the lower cost."""
+        """Columns `chosen_costs`, `rejected_costs` [rows], as in `compute_pair_rewards`; a pair counts as accurate if
+        the chosen answer has the lower cost."""
         return RewardWorker.compute_pair_rewards(self, batch)
 
     @_learns_pairs()
     def update_cost(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
-        """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
+        """Learn from pairs as `update_reward` does, with the opposite sign: the chosen (safer) answer is to cost less.
 
-        Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773,
-        equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
+        Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773, equation
+        6. (`center` then decides which costs are harmless: answers at the limit have mean 0.)
         """
         return RewardWorker.update_reward(self, batch, epochs=epochs)
 
 
 def _own_positions(micro: MicroBatch) -> Tensor:
-    """The position of each response token, [N]. `micro.inputs` has that of the token before, which predicts it."""
+    """Return each response token's own position, [N]. `micro.inputs` has the position before it, which predicts it."""
     positions_N, rows_N = micro.inputs["positions"], micro.response_rows
     is_last_N = torch.ones_like(rows_N, dtype=torch.bool)
     is_last_N[:-1] = rows_N[1:] != rows_N[:-1]

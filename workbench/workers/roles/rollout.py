@@ -34,19 +34,19 @@ from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
-# what the actor is asked for, and rollout workers carry out where there are any
+# operations called on the actor that rollout workers carry out, if there are any
 DELEGATED = ("generate_sequences", "sync_weights", "check_sync", "compare_weights")
 
 
 def rollout_layout(spec: Model, ranks: int) -> Layout:
-    """The layout of the weights on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
+    """Return the layout of weights on a rollout pool's ranks: whole, or cut over each tensor group of the engine."""
     assert spec.generation is not None
     size = spec.generation.tensor_parallel_size
     return Layout(t=size, d=ranks // size)
 
 
 def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
-    """The plan of a sync from an actor in a layout to rollout workers in theirs; the actor's ranks come first."""
+    """Plan a sync from an actor in one layout to rollout workers in another; the actor's ranks come first."""
     assert spec.name and spec.generation and spec.dtype
     multiple = VOCABULARY_MULTIPLE[spec.generation.engine]
     weights = weights_of(load_config(spec.name), spec.dtype, publisher, taker)
@@ -54,11 +54,10 @@ def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
 
 
 class RolloutWorker(SamplingWorker):
-    """A generation engine without a trainer. It starts with the actor's first weights, and changes them by
-    `receive_weights`.
+    """A generation engine without a trainer. It starts with the actor's first weights; `receive_weights` changes them.
 
-    Each rank receives the slices that it generates with, each element once, a layer at a time. Of an actor with an
-    adapter it receives the adapter alone, whole: the model beside it is in the engine, from the files.
+    Each rank receives the slices that it generates with, each element once, a layer at a time. From an actor with an
+    adapter each rank receives only the adapter, whole: the engine reads the model from the files.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -66,8 +65,8 @@ class RolloutWorker(SamplingWorker):
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
         self._trained = (0, 0)
-        # what it has, where the actor keeps that to send patches: its key, and a copy that an engine in which weights
-        # have another form does not keep
+        # the key of the weights that this worker has, if the actor keeps them to send patches; and a copy of them, for
+        # an engine that holds weights in another form
         self._has, self._kept = "", dict[str, Tensor]()
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         if not context.waits:
@@ -97,9 +96,9 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL)
     def receive_weights(self, published: Published) -> tuple[bool, float]:
-        """Take the weights that the actor has published, as part of `sync_weights`; whether the actor keeps them, for
-        patches, and the seconds that it took, publishing included. After an error no rank has weights to generate with,
-        until the next call succeeds, which is then sent all."""
+        """Take the weights that the actor has published, as part of `sync_weights`. Returns whether the actor keeps
+        these weights for patches, and the seconds taken, publishing included. After an error no rank has weights to
+        generate with until the next call succeeds, for which the actor sends all weights."""
         assert self.spec.generation is not None
         communicator, found, adapter = self.context.communicator, list[Contents](), dict[str, Tensor]()
         has, self._has, began = self._has, "", time.perf_counter()
@@ -157,14 +156,14 @@ class RolloutWorker(SamplingWorker):
         return found[0].keeps, found[0].took_s + time.perf_counter() - began
 
     def _copy(self) -> dict[str, Tensor] | None:
-        """Where to keep what comes, for an engine that has weights in another form: in host memory, if there is
-        room."""
+        """Return the tensors in host memory that keep received weights, for an engine that holds weights in another
+        form; None on a GPU, or without room."""
         on_cpu = self.context.device.type == "cpu"
         room = on_cpu and (self._kept or self.has_room(self.generator.memory_bytes()["weights"]))
         return self._kept if room else None
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
-        """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""
+        """Record the checksums of the received weights; raise `SyncError` unless they match the sent ones."""
         assert self.spec.generation is not None
         if not self.spec.generation.check_sync:
             return
@@ -175,10 +174,10 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL)
     def sync_weights(self, *, strategy: SyncStrategy | None = None) -> dict[str, float]:
-        """Give the rollout workers the actor's weights now, if they lack them; the sync's figures, by rank.
+        """Give the rollout workers the actor's weights now, if they lack them; return the sync's metrics, by rank.
 
-        Gives `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, of all ranks together. strategy:
-        only for an actor that generates on its own ranks.
+        The metrics: `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, over all ranks together.
+        strategy: only for an actor that generates on its own ranks.
         """
         if strategy is not None:
             raise BadInput(
@@ -191,8 +190,8 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL)
     def check_sync(self, *, published: Published | None = None) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens, with the
-        current weights of both. published: filled in by the controller."""
+        """Return the mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens,
+        with the current weights of both. published: filled in by the controller."""
         assert published is not None
         return probe_gap(self._trainer_weights(published), self.generator)
 
@@ -201,7 +200,7 @@ class RolloutWorker(SamplingWorker):
         """Compare the weights of the generation engine with the trainer's, after a sync if one is due. published:
         filled in by the controller."""
         assert published is not None
-        self._has = ""  # the engine is given others, and these again
+        self._has = ""  # the engine is given other weights, then these again
         return compare_weights(self._trainer_weights(published), self.generator)
 
     def _trainer_weights(self, published: Published, contents: Contents | None = None) -> TrainerWeights:
@@ -221,7 +220,7 @@ class RolloutWorker(SamplingWorker):
         )
 
     def _intake(self, published: Published, contents: Contents, mine: Layout) -> WeightIntake:
-        """What this rank takes from an actor, to hold in the layout `mine`; an adapter in any case whole."""
+        """Return this rank's intake of an actor's weights, to hold in the layout `mine`; an adapter is taken whole."""
         publisher = published.layout
         if (publisher, mine) not in self._intakes:
             assert self.spec.generation and self.spec.dtype

@@ -1,4 +1,4 @@
-"""What every worker with a generation engine does: draw responses."""
+"""The base class of all workers with a generation engine: it draws responses."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from workbench.workers.worker import Worker
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-STEPS_TOGETHER = 8  # tokens that ranks of tensor groups make between two exchanges of environments' replies
+STEPS_TOGETHER = 8  # tokens that ranks of tensor groups decode between two exchanges of environments' replies
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
-    others = ("seed", "pause_after", "resume", "cache")  # of one call
+    others = ("seed", "pause_after", "resume", "cache")  # not part of `Sampling`: settings of one call
     settings = {name: value for name, value in arguments.items() if name not in others}
-    for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
+    for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string or number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
     return Sampling(**settings)
 
@@ -97,18 +97,18 @@ def _check_generation(arguments: Mapping[str, Any], model: Model) -> None:
 
 
 class SamplingWorker(Worker):
-    """A worker with a generation engine, whose weights are those of an actor: its own, or one in another pool."""
+    """A worker with a generation engine that uses the weights of an actor, in the same process or in another pool."""
 
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
     sync_metrics: SyncMetrics
     _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
-    _room_note, _said = "", False  # that there is no room for what patches need, and whether it was said
+    _room_note, _said = "", False  # a note that patches have no room, and whether it was given
 
     def start_engine(
         self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False, lora: LoRA | None = None
     ) -> None:
-        """Make the generation engine; trainer, sleeps, lora: see `make_generation_engine`."""
+        """Make the generation engine. trainer, sleeps, lora: see `make_generation_engine`."""
         spec, context = self.spec, self.context
         assert spec.name and spec.generation and spec.dtype
         self.sync_metrics = SyncMetrics()
@@ -130,7 +130,7 @@ class SamplingWorker(Worker):
 
     @functools.cached_property
     def kept(self) -> KeptConversations:
-        """Conversations of a stage that was interrupted."""
+        """The conversations of a stage that was interrupted."""
         return KeptConversations()
 
     def extra_state(self) -> dict[str, Any]:
@@ -146,12 +146,12 @@ class SamplingWorker(Worker):
 
     @property
     def _drawn_with(self) -> list[int]:
-        """What tells the weights that are generated with from others."""
+        """Numbers that identify the weights with which this worker generates."""
         return [self.generator.weights_version, *self.trained()]
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may be kept for patches on the device: not where roles take turns in it. Where there is
-        no room it is said, once."""
+        """Return whether the device has room to keep `nbytes` for patches; never on a GPU in which roles take turns.
+        The first time there is no room, note that for the user."""
         on_gpu = self.context.device.type == "cuda"
         if on_gpu:
             free = 0 if self.context.host.offloads else own_gpu_free_bytes()
@@ -180,12 +180,12 @@ class SamplingWorker(Worker):
         raise NotImplementedError
 
     def trained(self) -> tuple[int, int]:
-        """Of the trainer's weights, as far as known here: their optimizer steps, and how often they were put back to an
-        earlier state."""
+        """Return the trainer's optimizer steps and the number of times its weights were restored, as far as this worker
+        knows them."""
         raise NotImplementedError
 
     def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
-        """A line in the ledger of weights. version: of the engine's weights, after a sync."""
+        """Record an event in the ledger of weights. version: the engine's weights version, after a sync."""
         steps, restored = self.trained()
         return self.context.recorder.sync(event, version=version, trained_version=steps, restored=restored)
 
@@ -236,37 +236,37 @@ class SamplingWorker(Worker):
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
 
-        With rollout workers in a pool of their own they draw them: `lab.actor.generate_sequences` brings them up to the
-        actor's weights first, `lab.rollout.generate_sequences` takes the weights that they have. The batch's meta says
-        which in `weights_version`, optimizer steps of the actor.
+        If rollout workers in a pool of their own draw them, `lab.actor.generate_sequences` brings these workers up to
+        the actor's weights first, and `lab.rollout.generate_sequences` uses the weights that they have.
+        `weights_version` in the batch's meta says which weights, in optimizer steps of the actor.
 
-        samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
-        stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
-        pause_after: a response to which this call has added so many tokens pauses, with the ending "paused". resume: go
-        on with the paused rows of a batch, with the newest weights, and leave its others as they are. cache:
-        "recomputed", with these weights; or "kept", as the weights of then left it, where vLLM still has it: then the
-        tokens before are read through older weights. See `workbench.workers.partial_rollouts`.
+        samples: responses per prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
+        stop: strings that end a response. seed: the same seed draws the same responses again; None draws new ones.
+        pause_after: a response pauses, with the ending "paused", after this call has added so many tokens to it.
+        resume: continue the paused rows of a batch with the newest weights, and leave its other rows unchanged. cache:
+        "recomputed" computes the key-value cache with these weights; "kept" uses the cache of the older weights if vLLM
+        still has it, so that earlier tokens are read through older weights. See `workbench.workers.partial_rollouts`.
         environment, max_turns: responses of several turns with tool output in between, see
-        `workbench.data.environment`. agent: a harness of yours that asks for each turn over HTTP, see
+        `workbench.data.environment`. agent: your own harness that asks for each turn over HTTP, see
         `workbench.data.agent`. context: what the policy reads of a long conversation, see `wb.Context`. The other
-        settings, and what they make of the log-probabilities: `Sampling`.
+        settings, and their effect on the log-probabilities: `Sampling`.
         Columns: `response_ids`, `response_mask` (False on what an environment wrote), `rollout_log_prob` (see
         `Sampling`; 0 outside the mask) [rows, response tokens]; `ending` [rows]: "eos", "stop" or "length" (cut), with
-        an environment "done", or the limit that cut it, see `Sampling`; `finished` [rows], False where it was cut.
-        With an environment also `prompt_ids`, which are new where `reset` returned messages, `turns` [rows], and
-        `environment_rewards` [rows, response tokens], each turn's on its last token: rename it to `rewards`, or let the
-        reward function use it, see `compute_reward`; `turn_starts` and `turn_ends` [rows, turns], between which
-        response tokens each turn of the policy lies, as in a slice, and `turn_rewards` [rows, turns]; `batch.turns()`
-        is a frame of the turns. With an agent the same columns; `prompt_ids` is what it asked first, its reward stands
-        on the last token, and `environment_components` [rows] has what it returned by name. With an agent or a context
-        `context_starts` [rows, response tokens] is 1 where contexts but the first begin. With keep_mask and top_p,
-        top_k or min_p also `sampling_mask_sizes` [rows, response tokens], how many tokens could be drawn (0: all), and
-        `sampling_mask_ids`, which ones. With pause_after or resume also `token_versions` [rows, response tokens], the
-        weights version that drew each token, and `sample_seed` [rows].
+        an environment "done", or the limit that cut it, see `Sampling`; `finished` [rows], False where it was cut. With
+        an environment also `prompt_ids`, which are new where `reset` returned messages, `turns` [rows], and
+        `environment_rewards` [rows, response tokens], each turn's reward on its last token: rename the column to
+        `rewards`, or let the reward function use it, see `compute_reward`; `turn_starts` and `turn_ends` [rows, turns],
+        the response tokens of each turn of the policy, as in a slice, and `turn_rewards` [rows, turns]; `batch.turns()`
+        is a frame of the turns. With an agent the same columns; `prompt_ids` are its first request, its reward is on
+        the last token, and `environment_components` [rows] has its returned components by name. With an agent or a
+        context `context_starts` [rows, response tokens] is 1 where each context after the first begins. With keep_mask
+        and top_p, top_k or min_p also `sampling_mask_sizes` [rows, response tokens], how many tokens could be drawn (0:
+        all), and `sampling_mask_ids`, which ones. With pause_after or resume also `token_versions` [rows, response
+        tokens], the weights version that drew each token, and `sample_seed` [rows].
 
         A row whose environment fails, after `retries` with new environments, has "failed" as its ending; it is not
-        `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
-        the rows fail, the stage raises `RolloutError`, whose `.batch` has the others.
+        `valid`, `failure` says why, and `batch.failed()` lists it. The other rows continue. If more than `most_failed`
+        of the rows fail, the stage raises `RolloutError`, whose `.batch` has the other rows.
         """
         sampling = _sampling({name: given for name, given in locals().items() if name not in ("self", "batch")})
         self.before_rollouts()
@@ -293,7 +293,7 @@ class SamplingWorker(Worker):
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self.context.advance)
                 columns = single_turn(rollout, mine)
-            # where the ranks of a tensor group have the same rows, those of its first rank count
+            # if the ranks of a tensor group have the same rows, only the first rank's tokens are counted
             if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
                 had = len(batch.ragged("rollout_log_prob").values) if resume else 0
                 counted.tokens = int(columns["response_mask"].values.sum()) - had  # type: ignore[union-attr]
@@ -309,7 +309,7 @@ class SamplingWorker(Worker):
             told, failed = failed_rows(errors, batch.rows.tolist(), most_failed)
             metrics |= told
         if function is not None or set(STATUS) & batch.columns.keys():
-            columns |= status.columns()  # what failed for earlier responses is not known of these
+            columns |= status.columns()  # failures of earlier responses say nothing about these
         if "counted" in batch.columns:
             columns["counted"] = torch.ones(len(batch), dtype=torch.bool)
         return Output(
@@ -327,8 +327,8 @@ class SamplingWorker(Worker):
     def _converse(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
-        """The conversations of all ranks of a tensor group; each rank runs the environments of its own rows, or of a
-        share of the rows that they all have. Those that ended before an interrupt are not made again."""
+        """Run the conversations of all ranks of a tensor group. Each rank runs the environments of its own rows, or of
+        a share of the rows that all these ranks have. Conversations that ended before an interrupt are not repeated."""
         assert self.spec.generation is not None
         here = self._rows_here(batch)
         own = slice(mine.start + here.start, mine.start + here.stop)
@@ -340,7 +340,7 @@ class SamplingWorker(Worker):
         environments = Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **given)
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
         key = key_of(sampling, rows, self._drawn_with)
-        # ranks of a tensor group have the same conversations: all of them go on with them, or none does
+        # ranks of a tensor group have the same conversations: all ranks resume them, or none does
         keys = self.context.communicator.shared_by_group(self._tensor_ranks, lambda: [key])
         key = b"".join(keys) if all(keys) else b""
         with self.kept.resuming(key, self._drawn_with, new) as conversations, environments.running():
@@ -365,7 +365,7 @@ class SamplingWorker(Worker):
         pause_after: int | None,
         keep_cache: bool,
     ) -> Table:
-        """The columns of this rank's responses after one more part. prompts: of its tensor group."""
+        """Return the columns of this rank's responses after one more part. prompts: the tensor group's prompts."""
         assert self.spec.generation is not None
         size = 1 if self.context.groups.model_parallel else self._tensor_ranks
         rows = self.context.communicator.shared_by_group(size, lambda: [*zip(begun.open, begun.seeds, strict=True)])
@@ -380,8 +380,8 @@ class SamplingWorker(Worker):
     def _serve(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
-        """What agents made of this rank's rows. Where all ranks of a tensor group have the same rows, each serves a
-        share of them, and they exchange what came of it."""
+        """Serve this rank's rows to agents, and return the conversations. If all ranks of a tensor group have the same
+        rows, each rank serves a share of them, and the ranks exchange the results."""
         assert self.spec.generation is not None
         here, size = self._rows_here(batch), self._tensor_ranks
         own = slice(mine.start + here.start, mine.start + here.stop)
@@ -401,7 +401,7 @@ class SamplingWorker(Worker):
         return serving.rows
 
     def _rows_here(self, batch: Shard) -> slice:
-        """The rows of a shard whose functions are called here: all, or a share of those that a tensor group has."""
+        """Return the slice of a shard's rows whose functions run here: all, or a share of a tensor group's rows."""
         if not self.context.groups.model_parallel:
             return slice(0, len(batch))
         size = self._tensor_ranks
@@ -409,7 +409,7 @@ class SamplingWorker(Worker):
         return slice(start, stop)
 
     def _text_rows(self, batch: Shard, here: slice, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """What functions of some rows are given of them."""
+        """Return the text cells and the seed of some rows, as functions get them."""
         texts = {n: column[here] for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
         return [
             {**{name: column[i] for name, column in texts.items()}, "sample_seed": seed} for i, seed in enumerate(seeds)
@@ -423,7 +423,7 @@ class SamplingWorker(Worker):
         }
 
     def _together(self) -> dict[str, Any]:
-        """How the ranks of a tensor group keep in step, see `converse`."""
+        """Return the arguments of `converse` that keep the ranks of a tensor group in step."""
         size, communicator = self._tensor_ranks, self.context.communicator
 
         def any_rank(here: bool) -> bool:
@@ -441,10 +441,10 @@ class SamplingWorker(Worker):
         }
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
-        """Prompts and seeds of the ranks of a tensor group, in rank order, and which of the rows are this rank's.
+        """Return the prompts and seeds of a tensor group's ranks, in rank order, and the slice of this rank's rows.
 
-        The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; else
-        rows are dealt to every rank, as for training.
+        The ranks of a tensor group must ask vLLM for the same rows. In a layout with p*t > 1 they have the same rows;
+        otherwise each rank has rows of its own, as in training.
         """
         communicator = self.context.communicator
         size = 1 if self.context.groups.model_parallel else self._tensor_ranks
@@ -457,8 +457,8 @@ class SamplingWorker(Worker):
         return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
-        """The ranks that pass stopping points in step with this one: its tensor group; or the whole pool where tensor
-        groups converse with environments."""
+        """Return the ranks that pass stopping points in step with this one: its tensor group, or the whole pool if
+        tensor groups converse with environments."""
         size, rank = self._tensor_ranks, self.context.communicator.rank
         if conversing and size > 1:
             return tuple(range(self.context.communicator.world_size))
@@ -472,7 +472,7 @@ class SamplingWorker(Worker):
     def require_small(
         self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None
     ) -> Metrics:
-        """See `engine_weights.require_small`. Where it raises, the next call syncs again, and samples nothing till
-        then."""
+        """See `engine_weights.require_small`. If it raises, the next call syncs again, and nothing is sampled before
+        that."""
         assert self.spec.dtype is not None
         return require_small(gap, version, trainer, differ, self.generator, self.spec.dtype, self.context)

@@ -1,4 +1,4 @@
-"""What the actor learns from texts: fine-tuning, a pretraining loss."""
+"""How the actor learns from texts: supervised fine-tuning and a pretraining loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.workers.passes import Term
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
-    """Documents as rows: the prompt is the first token, the response all others."""
+    """Turn documents into rows: the prompt is the first token, the response all other tokens."""
     rows = documents.rows()
     rest = Ragged.of([row[1:].tolist() for row in rows], torch.int64)
     first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
@@ -34,7 +34,7 @@ def _as_responses(batch: Shard, documents: Ragged) -> Shard:
 
 
 def _text_term(texts: Shard, coefficient: float, metric: str) -> Term:
-    """-log pi of a shard's response tokens, as a term of another update. metric: the name of its mean."""
+    """Return -log pi of a shard's response tokens, as a term of another update. metric: the name of its mean."""
 
     def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
         loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(term.mask)
@@ -58,8 +58,8 @@ class SupervisedWorker(TrainedWorker):
         aggregation: Aggregation = "token-mean",
         max_response_tokens: PositiveInt | None = None,
     ) -> Output:
-        """Supervised fine-tuning: the mean of -log pi over the response tokens, one optimizer step a minibatch and
-        epoch. `compute_log_prob` gives the same number, turned round, without an update.
+        """Supervised fine-tuning: the mean of -log pi over the response tokens, one optimizer step per minibatch and
+        epoch. `compute_log_prob` reports the same number with the opposite sign, without an update.
 
         aggregation, max_response_tokens: as in `update_actor`.
         Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
@@ -78,8 +78,8 @@ class SupervisedWorker(TrainedWorker):
         return self.steps(term, epochs=epochs)
 
     def demonstrated_rows(self, batch: Shard, coefficient: float) -> tuple[Shard, Term]:
-        """The rows of a shard without those that are `demonstrated`, as rows of another update; and for these the loss
-        of `update_sft` as a term of it."""
+        """Split a shard for an update: its rows without the `demonstrated` rows, and a term with the loss of
+        `update_sft` over the `demonstrated` rows."""
         valid, shown = batch.columns.get("valid"), batch.numbers("demonstrated").bool()
         counts = torch.ones_like(shown) if valid is None else batch.numbers("valid").bool()
         others, demonstrated = (
@@ -88,18 +88,17 @@ class SupervisedWorker(TrainedWorker):
         return others, _text_term(demonstrated, coefficient, "sft_loss")
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
-        """The language-model loss on `pretrain_ids`, as a term of another update."""
+        """Return the language-model loss on `pretrain_ids`, as a term of another update."""
         return _text_term(_as_responses(batch, batch.ragged("pretrain_ids")), coefficient, "pretrain_loss")
 
     @row_stage(reads=lambda arguments: (arguments["text"],), writes=("pretrain_ids", "pretrain_loss"))
     def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: PositiveInt = 512) -> Output:
-        """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.
+        """The pretraining loss: the mean of -log pi of each token of a text given the tokens before it, in nats.
 
-        text: the column of texts, one a row; they need have nothing to do with the row's prompt. max_tokens: longer
-        texts are cut. A text begins as a document does, with BOS (EOS where there is none), and ends, if it was not
-        cut, with EOS.
-        Columns: `pretrain_ids`, the tokens that `update_actor(pretrain_coefficient=...)` learns from, and
-        `pretrain_loss` [rows]. A loss that came from another process has no gradient: the update computes it anew.
+        text: the column of texts, one per row; a text need not be related to the row's prompt. max_tokens: longer texts
+        are cut. A text begins like a document, with BOS (EOS if there is no BOS), and ends with EOS if it was not cut.
+        Columns: `pretrain_ids`, the tokens from which `update_actor(pretrain_coefficient=...)` learns, and
+        `pretrain_loss` [rows]. A loss from another process has no gradient: the update computes it again.
         Source: InstructGPT's PPO-ptx, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2.
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
@@ -114,7 +113,7 @@ class SupervisedWorker(TrainedWorker):
     def _documents(self, texts: ColumnValues, name: str, max_tokens: int) -> Ragged:
         rows = texts if isinstance(texts, list) else [texts]
         wrong = [row for row in rows if not is_text(row)]
-        # every rank raises, or none: one that went on would wait for the others
+        # every rank raises, or none: a rank that went on would wait for the others
         if self.context.groups.data.all_reduce_max(torch.tensor([len(wrong)])).item():
             raise BadInput(
                 f"column {name!r}" + (f" with {shown(wrong[0])}" if wrong else " with something else on another rank"),
