@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByGroup(config, log)
+
+
+# Objects that the garbage collector would walk through again and again.
+MANY = 100_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_left_alone() -> None:
+    """What was imported lives as long as the process, a million objects with all test files and vLLM. Python walks
+    through all of them whenever they have grown by a quarter, DeepSpeed's ZeRO-3 in each step."""
+    if len(gc.get_objects()) > MANY:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Have the interpreter end them, or libraries say that they are leaked."""
+    gc.unfreeze()
 
 
 _seen: set[str] = set()

@@ -51,6 +51,13 @@ def started() -> str:
     return str(library)
 
 
+def stop() -> None:
+    """End the fork server: the next tests start one that imports what they need, and counts no calls."""
+    if started.cache_info().currsize:
+        _forkserver._stop()  # type: ignore[attr-defined]
+        started.cache_clear()
+
+
 class Kernels:
     """Starts kernels, in a folder. root: what is written below it is counted; default: the folder."""
 

@@ -37,6 +37,12 @@ DENOMINATOR = 60.0
 TEMPERATURE = 0.7
 # What DeepSpeed imports for ZeRO, torch's compiler with it. It looks for GPUs, which a fork could not use afterwards.
 DEEPSPEED = ("deepspeed.runtime.zero.muon.original_muon",)
+# What ranks with workers, and files of tests whose functions they run, import besides.
+WORKERS = (
+    "workbench.workers.roles.actor", "workbench.workers.roles.critic", "workbench.workers.role_state",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3", "tests.cases",
+    "workbench.launch.opening", "pandas",
+)  # fmt: skip
 
 
 def everyone() -> Communicator:
@@ -163,7 +169,8 @@ def asked(request: pytest.FixtureRequest, *names: str) -> list[Any]:
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
     # every rank is forked from one process that has imported all this: seconds less for each
-    multiprocessing.set_forkserver_preload([__name__] if torch.cuda.is_available() else [__name__, *DEEPSPEED])
+    more = () if torch.cuda.is_available() else (*DEEPSPEED, *WORKERS)
+    multiprocessing.set_forkserver_preload([__name__, *more])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (function, world_size, folder, arguments), world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -18,14 +18,16 @@ import torch
 
 import workbench as wb
 from scripts import machines
-from tests.cases import TINY, rollouts, tiny_lab, train_on
+from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 SPREAD = wb.Placement.of({"policy": (1, ["actor"]), "scorers": (1, ["critic", "reference"]), "judges": (1, ["reward"])})
-SWAPPED = {"policy": "judges", "judges": "policy", "scorers": "scorers"}
+SWAPPED = wb.Placement.of(
+    {"policy": (1, ["reward"]), "scorers": (1, ["critic", "reference"]), "judges": (1, ["actor"])}
+)
 ROWS, TOKENS = 8, 300_000
 SLOW_BITS_S = 2e8
 # of Ray's own messages, and of headers: 52 bytes on a packet of at most 60,000, and those that only acknowledge
@@ -41,18 +43,14 @@ def one_iteration(lab: wb.Workbench) -> dict[str, Any]:
     }
 
 
-def length(prompt: str, response: str, **row: Any) -> float:
-    return float(len(response))
-
-
 def wide_model(folder: Path) -> str:
-    """Of 22 million weights: beside theirs, the bytes of Ray's own messages are few."""
+    """Of 8 million weights: beside theirs and those of their optimizer, the bytes of Ray's own messages are few."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from workbench.models.resolve import tiny_folder
 
     config = AutoConfig.from_pretrained(tiny_folder(TINY))
-    config.update({"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128})
+    config.update({"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "head_dim": 128})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_folder(TINY)).save_pretrained(folder)
     return str(folder)
@@ -72,31 +70,28 @@ def on_machines(folder: str) -> dict[str, Any]:
     """What a process does that has joined the cluster: Ray allows one a process."""
     cluster = machines.Cluster.load(Path(folder))
     runs = cluster.folder / "runs"
-    with tiny_lab("one", runs, backend="inline", devices=1) as lab:
+    models = {"actor": wide_model(cluster.folder / "wide"), "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("one", runs, models=models, backend="inline", devices=1) as lab:
         one = one_iteration(lab)
     join = {"device": "cpu", "address": cluster.address}
-    with tiny_lab("apart", runs, placement=SPREAD, **join) as lab:
+    with tiny_lab("apart", runs, models=models, placement=SPREAD, **join) as lab:
         where = lab.topology().drop_duplicates("host").set_index("host")
         found: dict[str, Any] = {"one": one, "apart": one_iteration(lab), "machines": where["machine"].to_dict()}
         found["racks"] = where["rack"].to_dict()
-    cut = wb.Placement.of({"policy": (2, ["actor"])}, layouts={"actor": wb.Layout(t=2)})
-    gpus = {"device": "cuda", "address": cluster.address}  # Ray says that there are; it is refused before one is used
-    with expect_error(BadInput, value="tensor groups of 2 GPUs, where machines have 1 of 1, 1 of 1, 1 of 1 free"):
-        tiny_lab("cut", runs, models={"actor": TINY}, placement=cut, **gpus)
-    models = {"actor": wide_model(cluster.folder / "wide"), "reward": length}
-    placement = wb.Placement.of({"policy": (1, ["actor"]), "judges": (1, ["reward"])})
-    with tiny_lab("wide", runs, models=models, placement=placement, **join) as lab:
-        swapped = wb.Placement.of({"judges": (1, ["actor"]), "policy": (1, ["reward"])})
         for machine in cluster.machines:
             cluster.shape(machine, rate=SLOW_BITS_S)
-        found["shaped"] = lab.diff(swapped).link_bytes_s  # sends a probe
+        found["shaped"] = lab.diff(SWAPPED).link_bytes_s  # sends a probe
         for machine in cluster.machines:
             cluster.shape(machine, rate=0.0)
         ids = Ragged(torch.full((ROWS * TOKENS,), 9), torch.full((ROWS,), TOKENS))
         batch = lab.put({"prompt_ids": ids, "response_ids": ids, "prompt": ["?"] * ROWS})
         found["batch"] = crossed(cluster, lab, lambda: lab.reward.compute_reward(batch))
-        found["move"] = crossed(cluster, lab, lambda: lab.move(swapped))
-        found["open"] = lab.diff(placement).link_bytes_s
+        found["move"] = crossed(cluster, lab, lambda: lab.move(SWAPPED))
+        found["open"] = lab.diff(SPREAD).link_bytes_s
+    cut = wb.Placement.of({"policy": (2, ["actor"])}, layouts={"actor": wb.Layout(t=2)})
+    gpus = {"device": "cuda", "address": cluster.address}  # Ray says that there are; it is refused before one is used
+    with expect_error(BadInput, value="tensor groups of 2 GPUs, where machines have 1 of 1, 1 of 1, 1 of 1 free"):
+        tiny_lab("cut", runs, models={"actor": TINY}, placement=cut, **gpus)
     return found
 
 

@@ -32,6 +32,7 @@ from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError
 from workbench.messages.metrics import MetricValues
 from workbench.settings.engines import Sampling
+from workbench.support.calls.limits import limits
 from workbench.support.checked_calls import checks_calls
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -39,6 +40,7 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 CONTINUED = ("gae", "gae_turn")  # estimators that use the critic's value in place of the return after a branch
 
 
+@limits(own_process=False)
 class Talk:
     """The environment of a conversation without an environment: it never answers, and the user does by `chat.say`."""
 
