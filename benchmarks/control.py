@@ -57,7 +57,7 @@ from workbench.messages.calls import Call, ColumnSummary, Output, Reply  # noqa:
 from workbench.messages.shards import Shard  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
 from workbench.session.journal import SessionJournal  # noqa: E402
-from workbench.support.surroundings import Surroundings  # noqa: E402
+from workbench.support.process_environment import ProcessEnvironment  # noqa: E402
 from workbench.telemetry import Recorder  # noqa: E402
 from workbench.telemetry.store import TelemetryStore  # noqa: E402
 from workbench.workers.worker import Worker  # noqa: E402
@@ -273,7 +273,7 @@ def real(all_ranks: Sequence[int], runs: str) -> None:
     """Print the table `real`."""
     import ray
 
-    names = ("cpu_ms", "ray_cpu_ms", "wall_ms", "ray_wall_ms", "ray.wait", "ray.get", "surroundings", *COUNTS)
+    names = ("cpu_ms", "ray_cpu_ms", "wall_ms", "ray_wall_ms", "ray.wait", "ray.get", "environ", *COUNTS)
     print(f"real      {'ranks':>6} " + " ".join(f"{name:>12}" for name in names) + "   (ms: a rank)")
     for ranks in all_ranks:
         with opened(ranks, runs) as lab:
@@ -287,7 +287,7 @@ def real(all_ranks: Sequence[int], runs: str) -> None:
             times = [clocked(one) for one in (stage, bare, stage, bare)]
             (wall, cpu), (ray_wall, ray_cpu) = (min(times[n], times[n + 2], key=lambda t: t[1]) for n in (0, 1))
             calls = counted(
-                [(ray, "wait", "ray.wait"), (ray, "get", "ray.get"), (Surroundings, "here", "surroundings"), *WRITES],
+                [(ray, "wait", "ray.wait"), (ray, "get", "ray.get"), (ProcessEnvironment, "here", "environ"), *WRITES],
                 stage,
             )
         figures = [f"{1e3 * s / ranks:12.3f}" for s in (cpu, ray_cpu, wall, ray_wall)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from workbench.models import load_tokenizer, resolve
-from workbench.models.resolve import made_once, no_chatter, save_here
+from workbench.models.resolve import made_once, save_here, silence_libraries
 
 QWEN2_1B4 = "qwen2-1.4b"
 """1.39 billion parameters: the layers of Qwen2-1.5B with SmolLM2's vocabulary and tokenizer; bfloat16, random."""
@@ -36,7 +36,7 @@ def _write(path: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         dtype="bfloat16",
     )
-    with no_chatter(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with silence_libraries(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
     save_here(model, path)

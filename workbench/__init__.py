@@ -80,9 +80,9 @@ if not TYPE_CHECKING:  # with it, a type checker would accept any name as one of
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:
-            from workbench.support.named_fields import meant
+            from workbench.support.named_fields import remedy_for
 
-            near = "" if name.startswith("_") else meant(name, _PUBLIC, "wb.{}".format)
+            near = "" if name.startswith("_") else remedy_for(name, _PUBLIC, "wb.{}".format)
             raise AttributeError(f"module 'workbench' has no attribute {name!r}" + (f": {near}" if near else ""))
         home = _PUBLIC[name]
         value = importlib.import_module(f"{home}.{name}" if name in _MODULES else home)

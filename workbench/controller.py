@@ -100,7 +100,7 @@ def _method_of(
     return call
 
 
-def _read(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
+def _field(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
     """Return a property that reads a value from one of the workbench's parts. kind: its type, for the API reference."""
     read.__annotations__ = {"return": kind}
     return property(read, doc=doc)  # type: ignore[return-value]
@@ -127,7 +127,7 @@ class Workbench:
         self.telemetry, counters = TelemetryStore(run_folder), Counters()
         groups = Groups(self.hosts, self.ownership, counters, self)
         batches = BatchStore(self.hosts, groups, self.ownership, counters, psutil.virtual_memory().total // 10)
-        # the types of parts are declared for `_method_of` and `_read`, which the class body calls
+        # the types of parts are declared for `_method_of` and `_field`, which the class body calls
         self.runner: StageRunner = StageRunner(self.hosts, self.ownership, groups, counters, batches, self.telemetry)
         loaded.note()
         self._reloader: Reloader = Reloader(self.runner, _groups_of_process)
@@ -151,25 +151,25 @@ class Workbench:
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
-    description = _read(Description, lambda self: self.hosts.description, "Its models, settings and placement.")
-    placement = _read(Placement, lambda self: self.hosts.placement, "Which roles share which devices.")
-    groups = _read(Mapping[str, WorkerGroup], lambda self: self.runner.groups.by_role, "The worker groups by role.")
-    lead = _read(WorkerGroup, lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
-    store = _read(Store, lambda self: self.runner.batches.store, "The batches that stages made, by name and version.")
-    scheduler = _read(Scheduler, lambda self: self.runner.scheduler, "Decides when each run starts.")
-    run_log = _read(RunLog, lambda self: self.runner.run_log, "The stages that this kernel called.")
-    weights = _read(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
-    iteration = _read(int, lambda self: self.runner.counters.iteration, "The number of the current or last iteration.")
-    last_metrics = _read(
+    description = _field(Description, lambda self: self.hosts.description, "Its models, settings and placement.")
+    placement = _field(Placement, lambda self: self.hosts.placement, "Which roles share which devices.")
+    groups = _field(Mapping[str, WorkerGroup], lambda self: self.runner.groups.by_role, "The worker groups by role.")
+    lead = _field(WorkerGroup, lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
+    store = _field(Store, lambda self: self.runner.batches.store, "The batches that stages made, by name and version.")
+    scheduler = _field(Scheduler, lambda self: self.runner.scheduler, "Decides when each run starts.")
+    run_log = _field(RunLog, lambda self: self.runner.run_log, "The stages that this kernel called.")
+    weights = _field(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
+    iteration = _field(int, lambda self: self.runner.counters.iteration, "The number of the current or last iteration.")
+    last_metrics = _field(
         dict[str, MetricValues],
         lambda self: self.runner.counters.last_metrics,
         "The metrics of this iteration, by stage.",
     )
-    looks = _read(
+    looks = _field(
         bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look."
     )
-    checkpoint = _read(Checkpoint | None, lambda self: self.position.checkpoint, "The checkpoint it continued from.")
-    calibration = _read(Calibration | None, lambda self: self._predictor.calibration, "The result of `calibrate`.")
+    checkpoint = _field(Checkpoint | None, lambda self: self.position.checkpoint, "The checkpoint it continued from.")
+    calibration = _field(Calibration | None, lambda self: self._predictor.calibration, "The result of `calibrate`.")
     compute_advantages = AdvantagesOperation()  # of no role
 
     @property

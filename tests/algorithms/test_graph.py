@@ -195,7 +195,7 @@ def test_what_define_has_new_runs_before_what_an_earlier_kernel_made_behind_it(l
         algorithm.step()
     later = wb.GRPO(lab, prompts=2, samples=4, sampling=SHORT)
     later.insert(BestOf.better_half, after="compute_reward", name="half")
-    later.go_on(algorithm.position({}), dict(algorithm.made))
+    later.resume_at(algorithm.position({}), dict(algorithm.made))
     assert later.next_stage == "half"
     later.iterate()
     assert later.made["compute_advantages"].rows == 4

@@ -197,7 +197,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
         run=1, stage="read", role="reader", method="read", rows=np.array([4, 1, 0]),
         pulls=tuple(
             (names, tuple(place.pulls(np.array([4, 1, 0]))))
-            for names, place in ((("new", "newer"), location.kept_as("old")), (("ids",), location))
+            for names, place in ((("new", "newer"), location.stored_as("old")), (("ids",), location))
         ),
     )  # fmt: skip
     reply = hosts["p-1"].execute(call)

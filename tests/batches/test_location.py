@@ -70,7 +70,7 @@ def test_concatenation_keeps_every_place_and_name(parts: list[tuple[str, list[in
     locations = []
     for host, rows, name in parts:
         location = Location.of_parts([(ShardId(host, "1"), np.arange(5))]).take(np.array(rows))
-        locations.append(location.kept_as(name) if name else location)
+        locations.append(location.stored_as(name) if name else location)
     whole = Location.concat(locations)
     places = [(host, name, row) for host, rows, name in parts for row in rows]
     wanted = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1))
@@ -84,10 +84,10 @@ def test_concatenation_keeps_every_place_and_name(parts: list[tuple[str, list[in
 
 
 def test_a_column_renamed_twice_is_kept_under_its_first_name() -> None:
-    location = Location.of_parts([(ShardId("a", "1"), np.arange(2))]).kept_as("first").kept_as("second")
+    location = Location.of_parts([(ShardId("a", "1"), np.arange(2))]).stored_as("first").stored_as("second")
     (pull,) = location.pulls(np.arange(2))
-    assert pull.kept(("third", "fourth")) == ("first",)
-    assert pull.named({"first": [1, 2]}, ("third", "fourth")) == {"third": [1, 2], "fourth": [1, 2]}
+    assert pull.stored_names(("third", "fourth")) == ("first",)
+    assert pull.renamed({"first": [1, 2]}, ("third", "fourth")) == {"third": [1, 2], "fourth": [1, 2]}
 
 
 runs = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 20)), max_size=6)

@@ -266,11 +266,12 @@ def test_a_state_and_what_was_noted_since_are_the_ledger() -> None:
 
 
 def test_a_threshold_is_compared_in_float32_as_rewards_are() -> None:
-    ledger = Ledger(1)
-    ledger.threshold = 0.9
-    ledger.note_drawn([0], 0, 1)
-    ledger.note_scored(*scored(range(1), 1, 0, float(np.float32(0.9))))
-    assert ledger.totals().sums["passed"].tolist() == [4]
+    for threshold, reward in ((0.9, np.float32(0.9)), (0.3, np.float64(np.float32(0.1)) + np.float32(0.2))):
+        ledger = Ledger(1)
+        ledger.threshold = threshold
+        ledger.note_drawn([0], 0, 1)
+        ledger.note_scored(*scored(range(1), 1, 0, float(reward)))
+        assert ledger.totals().sums["passed"].tolist() == [4]
 
 
 def test_scores_of_a_draw_that_is_too_old_do_not_count() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.expected import expect_error
 from workbench.config.requirements import check_function
-from workbench.data.reward_function import Asking, score_rows
+from workbench.data.reward_function import FunctionCaller, score_rows
 from workbench.data.verifiers import math
 from workbench.errors import BadInput, MissingDependency
 from workbench.support.calls.needs import needs
@@ -142,9 +142,9 @@ def test_what_a_function_imports_is_no_part_of_the_time_of_its_first_call(tmp_pa
 
     calls = UserCalls()
     try:
-        asking = Asking(calls=calls, concurrency=1, timeout_s=0.5)
+        caller = FunctionCaller(calls=calls, concurrency=1, timeout_s=0.5)
         rows = [{"prompt": "?", "response": "!"}]
-        scores, failures = score_rows(one, rows, [1], asking=asking, where="rank 0", row_numbers=[0])
+        scores, failures = score_rows(one, rows, [1], caller=caller, where="rank 0", row_numbers=[0])
     finally:
         calls.close()
     assert scores == [1.0] and not failures

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workbench.data.conversation_turns import Resumed, Said, digest
+from workbench.data.conversation_turns import ReplayedTurn, Resumed, digest
 
 
 class Echo:
@@ -21,8 +21,8 @@ class Echo:
 
 
 def reset(made: Echo, observed: str, began: str) -> Any:
-    said = [Said(text="hello", more={}, reward=0.5, done=False, observed=observed)]
-    return Resumed(make=lambda: made, sample_seed=1, said=said, began=began)().reset()
+    said = [ReplayedTurn(text="hello", more={}, reward=0.5, done=False, observed=observed)]
+    return Resumed(make=lambda: made, sample_seed=1, turns=said, began=began)().reset()
 
 
 def test_the_same_answers_are_taken() -> None:

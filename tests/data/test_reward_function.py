@@ -14,7 +14,7 @@ import torch
 from tests.data.test_user_calls import run as score
 from tests.expected import expect_error
 from workbench.data.batched import batched
-from workbench.data.reward_function import Asking, Score, score_rows
+from workbench.data.reward_function import FunctionCaller, Score, score_rows
 from workbench.errors import BadInput, RewardError
 from workbench.support.calls.sessions import UserCalls
 
@@ -94,9 +94,9 @@ def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_h
 )
 def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
     tokens = len(score) if isinstance(score, list) else 3
-    asking = Asking(calls=CALLS, concurrency=1, timeout_s=5)
+    caller = FunctionCaller(calls=CALLS, concurrency=1, timeout_s=5)
     scores, failures = score_rows(
-        lambda **row: value, [{}] * 2, [tokens] * 2, asking=asking, where="rank 0", row_numbers=[0, 1]
+        lambda **row: value, [{}] * 2, [tokens] * 2, caller=caller, where="rank 0", row_numbers=[0, 1]
     )
     assert not failures
     assert scores == [score, score]

@@ -22,7 +22,7 @@ import pytest
 
 import workbench as wb
 from tests.expected import expect_error
-from workbench.data.reward_function import Asking, Score, check_function, first_failure, score_rows
+from workbench.data.reward_function import FunctionCaller, Score, check_function, first_failure, score_rows
 from workbench.errors import BadInput, RewardError
 from workbench.support.calls.session import CallProcess
 from workbench.support.calls.sessions import UserCalls
@@ -43,7 +43,7 @@ def run(
         function,
         [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
         [i + 1 for i in range(n)],
-        asking=Asking(calls=calls, concurrency=concurrency, timeout_s=timeout_s, most=0),
+        caller=FunctionCaller(calls=calls, concurrency=concurrency, timeout_s=timeout_s, most=0),
         where="rank 1 of pool shared",
         row_numbers=[10 + i for i in range(n)],
     )
@@ -57,8 +57,8 @@ def failed_rows(
 ) -> dict[int, str]:
     """What is said of the rows that failed, by prompt; all others have their score, 1."""
     rows = [{"prompt": f"p{i}", "response": "r"} for i in range(n)]
-    asking = Asking(calls=calls, concurrency=concurrency, timeout_s=timeout_s)
-    scores, failures = score_rows(function, rows, [1] * n, asking=asking, where="rank 0", row_numbers=range(n))
+    caller = FunctionCaller(calls=calls, concurrency=concurrency, timeout_s=timeout_s)
+    scores, failures = score_rows(function, rows, [1] * n, caller=caller, where="rank 0", row_numbers=range(n))
     assert all(scores[i] == 1.0 for i in range(n) if i not in failures)
     return {i: error.what for i, error in failures.items()}
 
@@ -436,7 +436,7 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
     def give(task: object) -> list[Score | None]:
         scores, failures = score_rows(
             names["score"], [{"prompt": "p", "response": "r", "task": task}], [1],
-            asking=Asking(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[10],
+            caller=FunctionCaller(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[10],
         )  # fmt: skip
         if failures:
             raise failures[0]
@@ -469,7 +469,7 @@ def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monke
 
     rows = [{"prompt": "p" * 2**23, "response": "r"}]
     assert score_rows(
-        score, rows, [1], asking=Asking(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[0]
+        score, rows, [1], caller=FunctionCaller(calls=calls, concurrency=1, timeout_s=20), where="here", row_numbers=[0]
     ) == ([1.0], {})  # fmt: skip
 
 
@@ -604,8 +604,8 @@ def test_each_call_in_the_host_has_the_row_as_it_is(calls: UserCalls) -> None:
 
     rows = [{"prompt": [0], "response": "r" * i} for i in range(2)]
     for retries in (0, 1):
-        asking = Asking(calls=calls, concurrency=1, timeout_s=20, retries=retries)
-        scores, failures = score_rows(changes, rows, [1, 1], asking=asking, where="rank 0", row_numbers=[0, 1])
+        caller = FunctionCaller(calls=calls, concurrency=1, timeout_s=20, retries=retries)
+        scores, failures = score_rows(changes, rows, [1, 1], caller=caller, where="rank 0", row_numbers=[0, 1])
         assert scores == [None, 2.0] and list(failures) == [0] and rows[0]["prompt"] == [0]
-    _, failures = score_rows(fails, rows, [1, 1], asking=asking, where="rank 0", row_numbers=[0, 1])
+    _, failures = score_rows(fails, rows, [1, 1], caller=caller, where="rank 0", row_numbers=[0, 1])
     assert list(failures) == [0, 1] and "its message cannot be read" in failures[0].what

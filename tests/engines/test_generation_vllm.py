@@ -81,6 +81,7 @@ def model(name):
 @pytest.fixture(scope="module")
 def shared_engine(name, default_group):
     """Made on a thread that is not the main one, as in a concurrency group of a Ray actor."""
+    gc.unfreeze()  # the engine leaves nothing frozen
     before, made = process_state(), []
     start = threading.Thread(
         target=lambda: made.append(VllmEngine(resolve(name), SETTINGS, dtype=torch.float32, device=CPU, threads=1))

@@ -42,7 +42,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.gpu])]
 def test_where_not_all_of_it_finds_room_none_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [torch.randn(1000) for _ in range(3)]
     before, memory, resize, room = [t.clone() for t in held], HostMemory(), torch.UntypedStorage.resize_, iter((1, 0))
-    memory.take({"parameters": held}, ["parameters"])
+    memory.offload({"parameters": held}, ["parameters"])
 
     def resized(storage: Any, size: int) -> Any:
         if size and not next(room):
@@ -52,9 +52,9 @@ def test_where_not_all_of_it_finds_room_none_takes_any(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         with pytest.raises(torch.OutOfMemoryError):
-            memory.give_back(["parameters"])
+            memory.load(["parameters"])
     assert not any(t.untyped_storage().nbytes() for t in held)
-    memory.give_back(["parameters"])
+    memory.load(["parameters"])
     assert all(torch.equal(t, kept) for t, kept in zip(held, before, strict=True))
 
 
@@ -66,15 +66,15 @@ def test_what_shares_memory_shares_it_again(device: str) -> None:
     memory, recorder = HostMemory(), Recorder()
     with recorder.bind(stage="update", role="actor"):
         parts = {"weights": [flat, view], "numbers": [tied, apart]}
-        assert memory.take(parts, ["numbers"]) == apart.nbytes  # what it shares with the part before belongs to that
-        assert memory.take(parts, parts) == flat.nbytes
+        assert memory.offload(parts, ["numbers"]) == apart.nbytes  # what it shares with the part before belongs to that
+        assert memory.offload(parts, parts) == flat.nbytes
         assert [t.untyped_storage().nbytes() for t in (flat, view, tied, apart)] == [0, 0, 0, 0]
         assert memory.nbytes == flat.nbytes + apart.nbytes
-        assert memory.take(parts, parts) == 0  # away already
-        assert memory.give_back(["weights"]) == flat.nbytes
+        assert memory.offload(parts, parts) == 0  # away already
+        assert memory.load(["weights"]) == flat.nbytes
         assert ("weights" in memory, "numbers" in memory) == (False, True)
-        assert memory.give_back(["weights", "numbers"]) == apart.nbytes
-        assert memory.give_back(["weights", "numbers"]) == memory.nbytes == 0
+        assert memory.load(["weights", "numbers"]) == apart.nbytes
+        assert memory.load(["weights", "numbers"]) == memory.nbytes == 0
     assert all(torch.equal(t, kept) for t, kept in zip((flat, view, tied, apart), before, strict=True))
     view += 1
     assert torch.equal(flat[20:50], before[0][20:50] + 1)
@@ -96,20 +96,20 @@ def test_bytes_lie_end_to_end_in_pieces(device: str, monkeypatch: pytest.MonkeyP
     going, coming = ([torch.randn(n, device=device) for n in sizes] for _ in range(2))
     before = [tensor.clone() for tensor in (*going, *coming)]
     memory = HostMemory()
-    memory.take({"coming": coming}, ["coming"])
+    memory.offload({"coming": coming}, ["coming"])
     with overlapping():
-        assert memory.take({"going": going}, ["going"]) == sum(sizes) * 4
-        assert memory.give_back(["coming"]) == sum(sizes) * 4
+        assert memory.offload({"going": going}, ["going"]) == sum(sizes) * 4
+        assert memory.load(["coming"]) == sum(sizes) * 4
         with overlapping():  # is the same one
-            memory.give_back(["going"])
+            memory.load(["going"])
     assert all(torch.equal(t, kept) for t, kept in zip((*going, *coming), before, strict=True))
 
 
 def test_what_is_not_kept_has_room_again() -> None:
     weight, memory = torch.ones(1000), HostMemory()
-    assert memory.take({"weights": [weight]}, ["weights"], keep=False) == weight.nbytes
+    assert memory.offload({"weights": [weight]}, ["weights"], keep=False) == weight.nbytes
     assert weight.untyped_storage().nbytes() == memory.nbytes == 0
-    assert memory.give_back(["weights"]) == weight.nbytes == weight.untyped_storage().nbytes()
+    assert memory.load(["weights"]) == weight.nbytes == weight.untyped_storage().nbytes()
     assert torch.equal(weight.fill_(2), torch.full((1000,), 2.0))
 
 
@@ -119,9 +119,9 @@ def test_weights_of_a_mapped_file_move_too(tmp_path: Path) -> None:
     mapped = load_file(tmp_path / "weights.safetensors")["weight"]
     tied, memory = mapped[1:].detach(), HostMemory()
     assert not mapped.untyped_storage().resizable()
-    memory.take({"weights": [mapped, tied]}, ["weights"])
+    memory.offload({"weights": [mapped, tied]}, ["weights"])
     assert memory.nbytes == weight.nbytes == sum(t.untyped_storage().nbytes() for t in (weight, mapped, tied))
-    memory.give_back(["weights"])
+    memory.load(["weights"])
     assert torch.equal(mapped, weight)
     assert tied.data_ptr() == mapped[1:].data_ptr()
 
@@ -257,7 +257,7 @@ def moves_s() -> dict[str, list[float]]:
     """Seconds of a plain copy, of an offload and a load of 4 GB, and of both of two models at the same time."""
     nbytes, memory, other = 2**32, HostMemory(), HostMemory()
     first, second = a_model(nbytes), a_model(nbytes)
-    other.take({"weights": second}, ["weights"])
+    other.offload({"weights": second}, ["weights"])
     found: dict[str, list[float]] = {"out": [], "in": [], "offload": [], "load": [], "change": []}
 
     def timed(what: str, work: Any) -> None:
@@ -269,14 +269,14 @@ def moves_s() -> dict[str, list[float]]:
 
     def change(leaving: HostMemory, tensors: list[Tensor], arriving: HostMemory) -> None:
         with overlapping():
-            leaving.take({"weights": tensors}, ["weights"])
-            arriving.give_back(["weights"])
+            leaving.offload({"weights": tensors}, ["weights"])
+            arriving.load(["weights"])
 
     for _ in range(5):
         found["out"].append(plain_copy_s(nbytes, back=False))
         found["in"].append(plain_copy_s(nbytes, back=True))
-        timed("offload", lambda: memory.take({"weights": first}, ["weights"]))
-        timed("load", lambda: memory.give_back(["weights"]))
+        timed("offload", lambda: memory.offload({"weights": first}, ["weights"]))
+        timed("load", lambda: memory.load(["weights"]))
         timed("change", lambda: change(memory, first, other))
         change(other, second, memory)
     return found
@@ -297,10 +297,10 @@ def test_offload_and_load_run_at_the_speed_of_the_bus() -> None:
 def test_spans_say_how_long_the_bytes_were_under_way() -> None:
     memory, recorder, tensors = HostMemory(), Recorder(), a_model(2**31)
     with recorder.bind(stage="update", role="actor", device="cuda:0"):
-        memory.take({"weights": tensors}, ["weights"])  # page-locks its pieces
-        memory.give_back(["weights"])
-        memory.take({"weights": tensors}, ["weights"])
-        memory.give_back(["weights"])
+        memory.offload({"weights": tensors}, ["weights"])  # page-locks its pieces
+        memory.load(["weights"])
+        memory.offload({"weights": tensors}, ["weights"])
+        memory.load(["weights"])
     plain = min(plain_copy_s(2**31, back=back) for back in (False, True))
     for span in recorder.drain()[0][2:]:
         assert 0.3 < plain / (span.end_s - span.start_s) < 3, span
@@ -314,15 +314,15 @@ def test_bits_survive_while_the_device_goes_on_computing() -> None:
     coming = [torch.randn(2**20, device="cuda") for _ in range(64)]
     sums = [tensor.double().sum().item() for tensor in (*going, *coming)]
     memory, other = HostMemory(), HostMemory()
-    other.take({"weights": coming}, ["weights"])
+    other.offload({"weights": coming}, ["weights"])
     for _ in range(10):
         with overlapping():
-            memory.take({"weights": going}, ["weights"])
+            memory.offload({"weights": going}, ["weights"])
             trash = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
-            other.give_back(["weights"])
+            other.load(["weights"])
             assert [tensor.double().sum().item() for tensor in coming] == sums[64:]
         del trash
         with overlapping():
-            other.take({"weights": coming}, ["weights"])
-            memory.give_back(["weights"])
+            other.offload({"weights": coming}, ["weights"])
+            memory.load(["weights"])
             assert [tensor.double().sum().item() for tensor in going] == sums[:64]

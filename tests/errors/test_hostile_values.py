@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.errors import StageError
-from workbench.errors.containing import Signal, contained, containing
+from workbench.errors.containing import Signal, as_exception, containing
 from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import Failure
 from workbench.support.calls.pickling import name_of
@@ -93,7 +93,7 @@ def test_what_would_end_the_process_is_an_error() -> None:
         with pytest.raises(StageError, match=words) as caught, containing():
             raise error
         assert caught.value.__cause__ is error
-    assert contained(plain := ValueError("x")) is plain
+    assert as_exception(plain := ValueError("x")) is plain
     for signal in (KeyboardInterrupt, Signal, ValueError):
         with pytest.raises(signal), containing():
             raise signal

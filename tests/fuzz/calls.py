@@ -22,12 +22,13 @@ SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 # what is public by its name, and which part of the package calls it: nothing that a cell is told to call
 INTERNAL = {
     "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
-    "Batch": "after check_beside copies derive is_of known_as makers need part ready settle twin with_made",
-    "Algorithm": "change_argument define finish go_back go_on load_state need on_policy position rollouts state",
-    "WorkerGroup": "become delegate place take_back take_edits",
-    "PromptStream": "ahead begin go_back go_on kept",
+    "Batch": "check_beside copies derive finished_columns is_of known_as makers need settle twin wait_for_columns "
+    "with_pending with_results",
+    "Algorithm": "change_argument define finish go_back resume_at load_state need on_policy position rollouts state",
+    "WorkerGroup": "delegate place set_worker take_back take_edits",
+    "PromptStream": "ahead begin reset restore snapshot",
     "Buffer": "age choose count forget_unmade load part_paused put_back state take_out",
-    "ExampleStream": "check take_up",
+    "ExampleStream": "check resume_if_same",
     "Layout": "coordinates generating generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled of",
     "Generation": "rows_at_once",

@@ -168,7 +168,7 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> N
     assert waiting.state == "cancelled"
     with expect_error(UpstreamError, value="compute_advantages was not run", rule="compute_values was cancelled"):
         consumer.result()
-    assert bystander.result().part(["old_log_prob"])[0]["old_log_prob"].owner == "actor"
+    assert bystander.result().finished_columns(["old_log_prob"])[0]["old_log_prob"].owner == "actor"
     for read in (waiting.result, lambda: waiting.batch and waiting.batch.df()):
         with expect_error(UpstreamError, value="compute_values was not run: it was cancelled"):
             read()

@@ -50,12 +50,19 @@ import os, signal
 def stop(prompt, response, **row):
     os.kill(os.getpid(), signal.SIGINT)
     return 1.0
-other = tiny_lab("one-cell", Path("runs"), backend="inline")
+other = tiny_lab("one-cell", Path("runs"), backend="inline", if_exists="replace")
 """
 
 
 def test_a_cell_that_makes_its_algorithm_is_told_that_it_would_make_another(kernel: Interrupting) -> None:
     kernel.run(STOPPED)
+    try:
+        _check_what_is_told(kernel)
+    finally:
+        kernel.run("other.close()")
+
+
+def _check_what_is_told(kernel: Interrupting) -> None:
     for made, said in (
         ("wb.PPO(other, reward=stop).run(2)", "begins a new iteration: make it in a cell of its own"),
         (
@@ -66,7 +73,6 @@ def test_a_cell_that_makes_its_algorithm_is_told_that_it_would_make_another(kern
     ):
         error, _ = kernel.cell(made)
         assert said in " ".join(error.split()), error
-    kernel.run("other.close()")
 
 
 @pytest.mark.thorough

@@ -81,13 +81,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
 def test_a_missing_package_and_a_package_without_its_compiled_file_are_found_by_looking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check = doctor.looked_at(engine(monkeypatch, modules=("packaging", "a_package_that_is_not_there")))
+    check = doctor.check_files(engine(monkeypatch, modules=("packaging", "a_package_that_is_not_there")))
     assert not check.ok
     assert "No module named 'a_package_that_is_not_there'" in check.found
     assert "run `make`" in check.remedy
-    check = doctor.looked_at(engine(monkeypatch, files=("packaging/_native.*.so",)))
+    check = doctor.check_files(engine(monkeypatch, files=("packaging/_native.*.so",)))
     assert "packaging/_native.*.so is missing" in check.found
-    assert doctor.looked_at(engine(monkeypatch, files=("packaging/__init__.*",))).ok
+    assert doctor.check_files(engine(monkeypatch, files=("packaging/__init__.*",))).ok
 
 
 @pytest.mark.parametrize("build", ["+cpu", "+cu118", "", "a0+98f8b375"])
@@ -102,7 +102,7 @@ def test_a_torchvision_built_for_another_torch_is_found_by_looking(
         "if _check_cuda_version() > 0:\n    cuda = _check_cuda_version()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    check = doctor.looked_at("torch and transformers")
+    check = doctor.check_files("torch and transformers")
     same = build in ("", "a0+98f8b375", f"+{torch.__version__.partition('+')[2]}")
     assert check.ok == same
     if not same:
@@ -125,7 +125,7 @@ def test_a_torchvision_built_for_another_torch_is_found_by_looking(
 def test_an_engine_that_does_not_import_names_cause_and_remedy(
     code: str, found: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = doctor.imported(engine(monkeypatch, code=code))
+    check = doctor.check_import(engine(monkeypatch, code=code))
     assert not check.ok
     assert found in check.found
     assert remedy in check.remedy

@@ -86,7 +86,7 @@ def test_terms_of_a_pass_and_of_training(actor: RoleModel) -> None:
     assert train.links == pytest.approx(8 * links)
     assert train.calls == 16
     # a cluster's engine sums and scatters gradients, gathers bfloat16 weights, and steps its part of the optimizer
-    cluster = CostModel(even(), replace(WORK, engine="cluster")).train(actor, layout, again=False)
+    cluster = CostModel(even(), replace(WORK, engine="cluster")).train(actor, layout, recomputed=False)
     first, slowest = whole + back + 6 * head, (whole + back) / 2 + 6 * head  # its head has all tokens
     assert cluster.passes == pytest.approx(8 * (first + (micro / 8 - 1) * slowest + 28 * own / 2 / 2.039e12))
     moved = 1 / 2 * (4 + 2) * own / (25e9 / 8) + 2 * 25e-6

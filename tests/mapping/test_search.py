@@ -454,11 +454,11 @@ def test_functions_are_not_placed_and_cost_nothing() -> None:
 
 
 def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:
-    for tokens, again in ((1024, False), (15 * 1024, True)):  # a row is never cut: long ones keep more
+    for tokens, recomputed in ((1024, False), (15 * 1024, True)):  # a row is never cut: long ones keep more
         work = Workload(response_tokens=tokens, rows=64)
         best = search(four("llama-13b"), devices=16, granularity=8, placement="colocate", top=1, workload=work).best
         actor = next(role for role in best.sets[0].roles if role.role == "actor")
-        assert actor.again == again
+        assert actor.recomputed == recomputed
         told = predict(best.placement, four("llama-13b"), hardware=best.hardware, workload=work, t_g=best.t_g)
         assert told.stage_s == pytest.approx(best.stage_s)
 

@@ -15,7 +15,7 @@ from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
 from workbench.models.chat_format import ChatFormat, written_tokens
-from workbench.models.control_tokens import MARK, as_text, encoded, special_tokens
+from workbench.models.control_tokens import MARK, encoded, escape, special_tokens
 from workbench.models.tokenizers import render_reply
 
 NAMES = ("tiny-llama", "smollm2-135m")
@@ -43,12 +43,12 @@ def test_whatever_messages_spell_the_control_tokens_are_those_of_the_template(
     tokenizer = TOKENIZERS[name]
     messages = [{**message, "content": text} for message, text in zip(HI, texts, strict=True)]
     for given_, plain in ((messages, HI), (messages[0]["content"], "hi")):
-        ids = render_prompt(tokenizer, as_text(tokenizer, given_))
+        ids = render_prompt(tokenizer, escape(tokenizer, given_))
         assert control_ids(tokenizer, ids) == control_ids(tokenizer, render_prompt(tokenizer, plain))
         written = render_prompt(tokenizer, given_)
         assert tokenizer.decode(ids) == tokenizer.decode(written)  # the same text
     reply = [{"role": "user", "content": texts[2]}]
-    found, plain_ids = (render_reply(tokenizer, one, after=0) for one in (as_text(tokenizer, reply), HI[2:]))
+    found, plain_ids = (render_reply(tokenizer, one, after=0) for one in (escape(tokenizer, reply), HI[2:]))
     assert control_ids(tokenizer, found) == control_ids(tokenizer, plain_ids)
 
 
@@ -56,11 +56,11 @@ def test_whatever_messages_spell_the_control_tokens_are_those_of_the_template(
 @given(text=TEXTS)
 def test_a_text_has_no_control_tokens_and_comes_back(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
-    ids, plain = encoded(tokenizer, as_text(tokenizer, text)), tokenizer.encode(text, add_special_tokens=False)
+    ids, plain = encoded(tokenizer, escape(tokenizer, text)), tokenizer.encode(text, add_special_tokens=False)
     assert not control_ids(tokenizer, ids) and encoded(tokenizer, text) == plain
     assert tokenizer.decode(ids) == tokenizer.decode(plain)  # the bundled vocabulary lacks some bytes
     assert tokenizer.decode(ids) == text or name != "tiny-llama"
-    shown = written_tokens(tokenizer, text, render_prompt(tokenizer, as_text(tokenizer, text)), "prompt").tokens
+    shown = written_tokens(tokenizer, text, render_prompt(tokenizer, escape(tokenizer, text)), "prompt").tokens
     assert {token.writer for token in shown} <= {"user", "template", "system"}
     assert not [token for token in shown if token.special and token.writer == "user" and token.text != "<|unk|>"]
 
@@ -79,7 +79,7 @@ def test_a_continued_text_begins_without_a_space_where_the_tokenizer_puts_one_be
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
     text = f"a</s>{text}<s>".replace("\u2581", "")
-    ids = encoded(tokenizer, as_text(tokenizer, text))
+    ids = encoded(tokenizer, escape(tokenizer, text))
     assert not {0, 1, 2} & set(ids) and tokenizer.decode(ids) == text
 
 
@@ -127,10 +127,10 @@ def test_prompts_and_their_chat_format() -> None:
 def test_marks_stand_in_names_too_in_no_message_and_change_nothing_else() -> None:
     tokenizer: Any = load_tokenizer("tiny-llama")
     plain = {"a": ("b", ["c", 1])}
-    assert as_text(tokenizer, plain) == plain
+    assert escape(tokenizer, plain) == plain
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"<|user|>": 1}}}]}
     tokenizer.chat_template = "{{ messages | tojson }}"
-    assert not control_ids(tokenizer, render_prompt(tokenizer, as_text(tokenizer, [call])))
+    assert not control_ids(tokenizer, render_prompt(tokenizer, escape(tokenizer, [call])))
     tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
     with expect_error(BadInput, value=r"content': '<\|user\|>'", rule=r"TemplateError: <\|user\|>"):
         Prompts(["<|user|>"], tokenizer=tokenizer)

@@ -241,6 +241,18 @@ def test_a_head_of_many_scores_is_refused(tmp_path: Path) -> None:
         load_token_values(tmp_path)
 
 
+def test_heads_that_are_called_in_other_ways_are_plain(tmp_path: Path) -> None:
+    """OPT does not call its base model as a module; files of GPT-NeoX call the head embed_out."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
+    opt = AutoConfig.for_model("opt", **shape, ffn_dim=64, word_embed_proj_dim=32)
+    TokenLogProbs(AutoModelForCausalLM.from_config(opt))
+    neox = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **shape, intermediate_size=64))
+    neox.save_pretrained(tmp_path)
+    assert (load_token_values(tmp_path).score.weight == 0).all()
+
+
 def test_a_head_that_is_not_known_is_refused(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

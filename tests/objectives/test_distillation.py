@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.kl import coarsened, divergence
+from workbench.objectives.kl import divergence, merge_other_tokens
 
 N, V = 5, 11
 
@@ -57,7 +57,7 @@ def test_coarser_distributions_are_nearer_and_all_tokens_are_the_whole(beta: flo
     before = torch.zeros(N, dtype=torch.float64)
     for k in range(1, V + 1):
         ids = TEACHER.topk(k, dim=-1).indices
-        teacher, student = coarsened(TEACHER, ids), coarsened(STUDENT, ids)
+        teacher, student = merge_other_tokens(TEACHER, ids), merge_other_tokens(STUDENT, ids)
         assert teacher.shape == (N, k + 1 if k < V else V)
         torch.testing.assert_close(student.exp().sum(-1), torch.ones(N, dtype=torch.float64))
         now = divergence(teacher, student, beta)
@@ -69,7 +69,7 @@ def test_coarser_distributions_are_nearer_and_all_tokens_are_the_whole(beta: flo
 def test_the_others_are_summed_without_cancellation() -> None:
     """A tail of 1e-30 in float32, where 1 - sum over the chosen tokens is 0."""
     logits = torch.tensor([[0.0, -69.0, -70.0, -71.0]])
-    tail = coarsened(logits.log_softmax(-1), torch.tensor([[0]]))[0, 1]
+    tail = merge_other_tokens(logits.log_softmax(-1), torch.tensor([[0]]))[0, 1]
     assert tail.item() == pytest.approx(math.log(math.exp(-69) + math.exp(-70) + math.exp(-71)), rel=1e-5)
 
 

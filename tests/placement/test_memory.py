@@ -164,7 +164,7 @@ def test_colocated_roles_share_a_device() -> None:
     assert estimate.lasting(0) == lasting
     assert estimate.peak(0) == lasting + max(memory.gradients + memory.activations for memory in one.values())
     # a cache of a CPU is taken as it is written to
-    assert estimate.certain(0) == lasting - 2**29 + max(memory.gradients for memory in one.values())
+    assert estimate.least_bytes(0) == lasting - 2**29 + max(memory.gradients for memory in one.values())
     alone = estimate_memory(Placement.standalone(actor=1, critic=1, reward=1), models)
     assert [alone.peak(n) for n in (0, 1)] == [m.lasting + m.passing for m in (one["actor"], one["critic"])]
     frame: Any = alone.frame().set_index("role")
@@ -176,8 +176,8 @@ def test_colocated_roles_share_a_device() -> None:
 def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
     models: dict[str, RoleModel | None] = {"actor": role_of("torch", F32), "reference": role_of("frozen", F32)}
     estimate = estimate_memory(Placement.standalone(actor=1, reference=1), models)
-    certain, peak = estimate.certain(0, 1), estimate.peak(0) + estimate.peak(1)
-    assert estimate.certain(1) == 0, "weights that are only read may be mapped from the file, and shared"
+    certain, peak = estimate.least_bytes(0, 1), estimate.peak(0) + estimate.peak(1)
+    assert estimate.least_bytes(1) == 0, "weights that are only read may be mapped from the file, and shared"
     with expect_error(
         BadInput, value=r"needs 3\.1 MB on this machine: .*actor optimizer 1\.6 MB", rule=r"2\.1 MB too little"
     ):

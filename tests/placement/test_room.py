@@ -65,8 +65,8 @@ def test_four_models_of_a_billion_take_turns_on_one_gpu_of_80_gb() -> None:
     assert check(turns) == ""
     assert turns.peak(0) <= usable_bytes(79 * GIB)
     held = {tenant.role: tenant.memory for tenant in turns.tenants}
-    assert turns.peak(0) == max(memory.turn for memory in held.values())
-    assert max(memory.turn for memory in held.values()) < max(
+    assert turns.peak(0) == max(memory.turn_peak for memory in held.values())
+    assert max(memory.turn_peak for memory in held.values()) < max(
         memory.lasting + memory.passing for memory in held.values()
     )
     # what waits in host memory meanwhile is what all hold, but for vLLM's part, which is freed
@@ -101,7 +101,7 @@ def test_a_refusal_names_all_that_counts() -> None:
     held = {tenant.role: tenant.memory for tenant in estimate.tenants}
     assert (held["reference"].parameters, "reference", "parameters") in items and held["reference"].may_be_mapped > 0
     lasting = sum(n for n, _, use in items if use != "gradients")
-    assert lasting == sum(memory.certain(on_cpu=False) - memory.kept_gradients for memory in held.values())
+    assert lasting == sum(memory.least_bytes(on_cpu=False) - memory.kept_gradients for memory in held.values())
 
 
 def test_the_host_takes_what_the_estimate_says() -> None:

@@ -18,7 +18,7 @@ def runner_of(backend: Any = None) -> Any:
     return types.SimpleNamespace(
         hosts=hosts, batches=batches, scheduler=Scheduler(hosts), record_replies=nothing,
         failures=types.SimpleNamespace(note=nothing),
-        interrupted=types.SimpleNamespace(clean_up=nothing, not_received=nothing, received=nothing, over=nothing),
+        interrupted=types.SimpleNamespace(clean_up=nothing, not_received=nothing, received=nothing, record_end=nothing),
     )  # fmt: skip
 
 

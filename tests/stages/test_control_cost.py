@@ -17,7 +17,7 @@ import pytest
 from benchmarks.control import LIMIT_S, WRITES, counted, plan_s, simulated_lab, stage_on_all
 from workbench.backends import ray as ray_module
 from workbench.messages.calls import Call
-from workbench.support.surroundings import Surroundings
+from workbench.support.process_environment import ProcessEnvironment
 
 
 def test_a_rank_costs_less_than_the_limit(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def counts_of(ranks: int, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Counte
             backend.processes[host] = types.SimpleNamespace(machine=socket.gethostname())
         stage()
         before, times = Counter(vars(ray)), 4
-        here, since = ((Surroundings, name, name) for name in ("here", "since"))
+        here, since = ((ProcessEnvironment, name, name) for name in ("here", "since"))
         counts = counted([here, since, (Ray, "dumps", "pickled"), *WRITES], stage, times)
     return counts + Counter({name: round((count - before[name]) / times) for name, count in vars(ray).items()})
 

@@ -22,7 +22,7 @@ def column(key: str) -> Column:
 
 def making(number: int, stage: str, **made: Any) -> Run:
     run = run_of(number, stage)
-    run.made, run.meta = {name: column(stage) for name in made}, {f"of_{name}": value for name, value in made.items()}
+    run.made_columns, run.meta = {n: column(stage) for n in made}, {f"of_{n}": value for n, value in made.items()}
     return run
 
 
@@ -33,13 +33,13 @@ def test_only_the_makers_of_what_is_asked_for_add_to_the_meta(ended: tuple[int, 
     source: Any = None
     batch = Batch("batch1", {"prompt_ids": column("put")}, source=source, counts=COUNTS, meta={"iteration": 4})
     for run in (generate, score, value):
-        batch = batch.after(run, run.made)
+        batch = batch.with_pending(run, run.made_columns)
     generate.settle(None)
     for run in (score, value):
         if run.number in ended:
             run.settle(None)
-    columns, meta = batch.part(["prompt_ids", "response_ids"])
+    columns, meta = batch.finished_columns(["prompt_ids", "response_ids"])
     assert list(columns) == ["prompt_ids", "response_ids"]
     assert meta == {"iteration": 4, "of_response_ids": 0.7}
     if 2 in ended:
-        assert batch.part(["old_log_prob"])[1] == {"iteration": 4, "of_old_log_prob": 1.3}
+        assert batch.finished_columns(["old_log_prob"])[1] == {"iteration": 4, "of_old_log_prob": 1.3}

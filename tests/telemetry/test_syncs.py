@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.telemetry import Recorder, TelemetryStore
-from workbench.telemetry.syncs import SYNC_COLUMNS, Sync, judged
+from workbench.telemetry.syncs import SYNC_COLUMNS, Sync, sync_frame
 
 
 def part(event: str, run: int, **more: Any) -> dict[str, Any]:
@@ -20,12 +20,12 @@ def part(event: str, run: int, **more: Any) -> dict[str, Any]:
 
 
 def verdicts(*parts: dict[str, Any]) -> list[str]:
-    return list(judged(parts)["verdict"])
+    return list(sync_frame(parts)["verdict"])
 
 
 def test_the_ranks_of_an_event_are_one_row():
     moved = {"strategy": "hybridflow", "taken_bytes": 100}
-    frame = judged(
+    frame = sync_frame(
         [
             part("sync", 3, **moved, moved_bytes=40, sent=2**64 - 1, received=2**64 - 1),
             part("generation", 3, start_s=4.0, end_s=5.0),
@@ -42,11 +42,11 @@ def test_the_ranks_of_an_event_are_one_row():
     assert frame["checksum_received"].to_list() == ["0000000000000002", ""]
     assert frame["verdict"].to_list() == ["ok", "ok"]
     assert frame["culprit"].to_list() == frame["remedy"].to_list() == ["", ""]
-    assert judged([]).dtypes.astype(str).to_dict() == SYNC_COLUMNS
+    assert sync_frame([]).dtypes.astype(str).to_dict() == SYNC_COLUMNS
 
 
 def test_the_same_weights_again_are_named_unless_they_were_lost_or_put_back():
-    again = judged([part("sync", 1), part("generation", 1, start_s=1.5), part("sync", 4, stage="sync_weights")])
+    again = sync_frame([part("sync", 1), part("generation", 1, start_s=1.5), part("sync", 4, stage="sync_weights")])
     assert again["verdict"].to_list() == ["ok", "ok", "synced twice"]
     assert again["culprit"].to_list()[2] == "sync_weights: version 1 came with run 1"
     assert "leave this sync out" in again["remedy"].to_list()[2]
@@ -59,7 +59,7 @@ def test_the_same_weights_again_are_named_unless_they_were_lost_or_put_back():
 
 
 def test_a_generation_with_other_weights_than_the_trainers_is_named():
-    frame = judged([part("generation", 2), part("generation", 2, rank=1, version=0)])
+    frame = sync_frame([part("generation", 2), part("generation", 2, rank=1, version=0)])
     assert frame["verdict"].to_list() == ["not synced"]
     assert frame["version"].to_list() == [0]
     assert frame["culprit"].to_list() == ["rank 1: its engine has weights version 0, the trainer's is 1"]
@@ -67,7 +67,7 @@ def test_a_generation_with_other_weights_than_the_trainers_is_named():
 
 
 def test_what_did_not_arrive_as_sent_is_named_before_the_error_that_it_raised():
-    frame = judged(
+    frame = sync_frame(
         [
             part("sync", 1, failed="SyncError", sent=5, received=5),
             part("sync", 1, rank=1, failed="SyncError", sent=1, received=0, differ=("model.norm.weight from rank 0",)),

@@ -76,7 +76,7 @@ def stages(layout: Layout, folder: Path) -> dict[str, Any]:
     reference.load_state(reference.state())
     reward.save_model("scores")
     return {
-        "counts": context.groups.counts,
+        "counts": context.groups.is_leader,
         "columns": {stage: {n: _values(c) for n, c in output.columns.items()} for stage, output in done.items()},
         "metrics": {stage: reported(as_metrics(output.metrics)) for stage, output in done.items()},
         "gap": gap["sync_gap/mean"],

@@ -54,7 +54,7 @@ def _run(case: Masked) -> dict[str, Any]:
     column = old.columns["old_log_prob"]
     assert isinstance(column, Ragged)
     return {
-        "rank": dist.get_rank(), "counts": groups.counts, "mine": mine, "rows": column.rows(),
+        "rank": dist.get_rank(), "counts": groups.is_leader, "mine": mine, "rows": column.rows(),
         "metrics": reported(as_metrics(output.metrics)),
         "moved": {name: weight - before[name] for name, weight in worker.engine.named_weights()},
     }  # fmt: skip

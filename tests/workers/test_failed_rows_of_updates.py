@@ -109,7 +109,7 @@ def test_what_is_in_a_failed_row_changes_nothing_or_is_refused(lab: wb.Workbench
     group = next(group for group in lab.groups.values() if name in group.operations)
     one, two = tables(lab)
     for arguments in ARGUMENTS.get(name, [{}]):
-        if group.operations[name].operation.given({**arguments_of(group, name), **arguments}).counts_all_rows:
+        if group.operations[name].operation.resolved({**arguments_of(group, name), **arguments}).counts_all_rows:
             with expect_error(BadInput, value="row 1 is not valid", remedy="take the others"):
                 getattr(group, name)(lab.put(one))
             assert getattr(group, name)(lab.put({n: c for n, c in one.items() if n != "valid"}))

@@ -134,7 +134,7 @@ def test_ranks_take_equally_many_steps_and_filler_counts_for_nothing() -> None:
 def test_answers_of_a_pair_stay_side_by_side(lengths: list[tuple[int, int]], budget: int) -> None:
     answers = [[1] * n for pair in lengths for n in pair]
     rows = shard([[1]] * len(answers), answers, (len(answers),))
-    (micros,) = each_minibatch(rows, budget, ALONE, torch.device("cpu"), together=2)
+    (micros,) = each_minibatch(rows, budget, ALONE, torch.device("cpu"), unit_rows=2)
     firsts = [micro.index[i : i + 2] for micro in micros for i in range(0, len(micro.index), 2)]
     assert sorted(firsts) == [[2 * i, 2 * i + 1] for i in range(len(lengths))]
     assert all(len(m.index) == 2 or m.inputs["input_ids"].numel() <= budget for m in micros)
@@ -142,7 +142,7 @@ def test_answers_of_a_pair_stay_side_by_side(lengths: list[tuple[int, int]], bud
 
 def test_filler_of_pairs_is_a_whole_pair() -> None:
     rows = shard([[1], [1]], [[2, 3], [4]], (2,))
-    (micros,) = each_minibatch(rows, 100, OfTwo(0, 2, Recorder()), torch.device("cpu"), together=2)
+    (micros,) = each_minibatch(rows, 100, OfTwo(0, 2, Recorder()), torch.device("cpu"), unit_rows=2)
     assert [micro.index for micro in micros] == [[0, 1]] * 3
     assert [micro.weight for micro in micros] == [1.0, 0.0, 0.0]
 

@@ -24,6 +24,7 @@ from workbench.controller import Workbench
 from workbench.errors import BadInput, NotFound, StageError, SyncError
 from workbench.resharding.patches import Patch
 from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.weight_transition import PatchDecision
 
 POOLS: dict[str, Any] = {"train": (1, ["actor", "reference", "reward"]), "rollout": (1, ["rollout"])}
 MODELS: dict[str, Any] = {"actor": TINY, "reference": TINY, "reward": vowels}
@@ -431,11 +432,14 @@ def test_vllm_computes_with_the_layers_that_came_also_where_no_weights_are_tied(
 
 def test_auto_keeps_what_took_less_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three syncs by patches are timed, then three of whole weights, here with a clock that says how they ended."""
+    note = PatchDecision.note
     for patched in (True, False):
         with apart(runs / str(patched), **BFLOAT16) as lab:
             # a clock that says how they end
             monkeypatch.setattr(
-                "workbench.stages.weight_sync.took_s", lambda ranks, best=patched: (ranks[0][0], ranks[0][0] != best)
+                PatchDecision,
+                "note",
+                lambda choice, _, *, patches, best=patched: note(choice, patches != best, patches=patches),
             )
             modes = list[bool]()
             for _ in range(10):

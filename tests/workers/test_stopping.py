@@ -104,14 +104,14 @@ def test_an_update_is_left_between_optimizer_steps_only() -> None:
 def test_an_operation_that_takes_steps_twice_is_left_only_the_first_time() -> None:
     stopping, part = Stopping(), UpdatePart(steps=1, of=2, metrics={})
     stopping.begin(1, part, updates=True)
-    assert stopping.left == part
+    assert stopping.part_if_failed == part
     assert stopping.begin_steps() == part
     stopping.point(1, 2)
-    assert stopping.left == part
+    assert stopping.part_if_failed == part
     stopping.note(None)
-    assert stopping.left is None
+    assert stopping.part_if_failed is None
     stopping.note(UpdatePart(steps=2, of=2, metrics={}))
     assert stopping.begin_steps() is None
     stopping.stop(1)
     stopping.point(0, 2)
-    assert stopping.left is None
+    assert stopping.part_if_failed is None

@@ -14,7 +14,7 @@ from tests.engines.training_ranks import run_ranks
 from tests.workers.update_ranks import ROWS, Case, shard_of, worker_of
 from workbench.errors import BadInput, SyncError
 from workbench.telemetry import Transfer
-from workbench.telemetry.syncs import Sync, judged
+from workbench.telemetry.syncs import Sync, sync_frame
 from workbench.workers.weight_transition import plan_of
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def test_shards_go_to_the_engine_and_a_bit_that_changes_on_its_way_is_named() ->
         assert all(sum(moved.values()) > 0 for moved in seen.moved)
         assert seen.stamps == [1, 1, 1, -1, 2]
         assert "with p*t = 1 and without ZeRO-3" in refused
-    ledger = judged([part.row() for seen, _ in found for part in seen.parts])
+    ledger = sync_frame([part.row() for seen, _ in found for part in seen.parts])
     assert ledger["verdict"].to_list() == ["ok", "synced twice", "synced twice", "checksum differs", "ok"]
     assert ledger["strategy"].to_list() == [*STRATEGIES, "hybridflow", "hybridflow"]
     assert ledger["culprit"].to_list()[1] == "sync_weights: version 1 came with run 0"

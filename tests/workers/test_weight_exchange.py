@@ -35,7 +35,7 @@ from workbench.workers.weight_exchange import (
     weights_of,
 )
 from workbench.workers.weight_intake import AHEAD, WeightIntake
-from workbench.workers.weight_transition import Choice
+from workbench.workers.weight_transition import PatchDecision
 
 MODELS = ("tiny-llama-tied-4kv", "tiny-qwen2")
 CONTENTS = Contents(
@@ -353,7 +353,7 @@ def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
 
 
 def test_auto_goes_by_the_median_of_three() -> None:
-    choice, asked = Choice("auto"), []
+    choice, asked = PatchDecision("auto"), []
     for took in (9.0, 1.0, 1.0, 2.0, 2.0, 2.0):
         asked.append(choice.patches)
         choice.note(took, patches=choice.patches)
@@ -362,4 +362,4 @@ def test_auto_goes_by_the_median_of_three() -> None:
     for _ in range(4):
         choice.note(3.0, patches=True)
     assert not choice.patches
-    assert (Choice("delta").patches, Choice("whole").patches) == (True, False)
+    assert (PatchDecision("delta").patches, PatchDecision("whole").patches) == (True, False)

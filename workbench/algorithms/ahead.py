@@ -5,7 +5,7 @@
     its prompts             from_buffer     takes them from the buffer, with the batches made from them up to generation
     after its generation    fill            generates for later iterations, while this one trains
 
-`finish_paused` and `fill` call `draw_ahead`; `join_paused` puts resumed and new responses into one call.
+`finish_paused` and `generate_ahead` call `draw_ahead`; `join_paused` puts resumed and new responses into one call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.waiting import BEGUN, UNKNOWN, WaitingRollouts, rollouts_of
+from workbench.algorithms.waiting import RESUMED, UNKNOWN, WaitingRollouts, rollouts_of
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.display.interrupts import uninterrupted
@@ -31,7 +31,7 @@ from workbench.workers.partial_rollouts import check_parts
 from workbench.workers.rollout_columns import rollout_metrics
 
 
-def front(graph: Graph) -> tuple[Stage, ...]:
+def generation_stages(graph: Graph) -> tuple[Stage, ...]:
     """Return the stages that generate samples and all stages they depend on, in call order; () if none generates."""
     wanted = {stage.name for stage in graph.stages if stage.samples}
     for stage in reversed(graph.stages):
@@ -43,7 +43,7 @@ def front(graph: Graph) -> tuple[Stage, ...]:
 def check_can_run_ahead(graph: Graph) -> None:
     """Raise `BadInput` if this graph cannot generate for an iteration before the current iteration has ended."""
     rule = "an iteration runs ahead up to its generation: lab.prompts.next, and stages that update nothing, before it"
-    first, *others = front(graph) or (None,)
+    first, *others = generation_stages(graph) or (None,)
     wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
     if first is None:
         reason = "none of its stages generates"
@@ -57,7 +57,7 @@ def check_can_run_ahead(graph: Graph) -> None:
 
 
 @contextmanager
-def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
+def journaling(lab: Lab, stage: Stage) -> Iterator[None]:
     """Write the result of the stage that runs in this block and the algorithm's position to the journal as one entry,
     so that neither this kernel nor a later one repeats an update or draws the same prompts or samples again."""
     whole = isinstance(stage.function, GroupOperation) or stage.role == "prompts"
@@ -65,13 +65,13 @@ def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
         if whole:
             stack.enter_context(uninterrupted())
         if whole or not lab.runner.scheduler.overlaps:  # else a function may wait while other stages end
-            stack.enter_context(lab.runner.ownership.together(has_position=whole))
+            stack.enter_context(lab.runner.ownership.one_entry(has_position=whole))
         yield
 
 
 def check_can_pause(graph: Graph) -> None:
     """Raise `BadInput` if a later call cannot resume the paused responses of this graph."""
-    stages = front(graph)
+    stages = generation_stages(graph)
     if len(stages) != 2 or stages[1].operation != "generate_sequences":
         raise BadInput(
             f"{graph.title} with pause_after",
@@ -96,7 +96,7 @@ def draw_ahead(
     responses. generated_before: resume only responses that were last generated before this iteration; None: all paused
     ones. groups: the number of prompts to draw; None: as many as an iteration draws.
     """
-    stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
+    stages, buffer, counters = generation_stages(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     paused = buffer.part_paused(names, generated_before)
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
@@ -107,14 +107,14 @@ def draw_ahead(
         for stage in stages:
             if stage.name in found.made or (stage.role == "prompts" and not new_prompts):
                 continue
-            with keeping(lab, stage):
+            with journaling(lab, stage):
                 if stage.role == "prompts":
                     found.made[stage.name] = lab.prompts.ahead(groups or groups_of(stages), found.iteration)
                     buffer.waiting.append(found)
                 else:
-                    if paused and BEGUN not in found.made:
+                    if paused and RESUMED not in found.made:
                         join_paused(lab, stages, found, paused)
-                    stage = in_part(stage, found, pause_after)
+                    stage = pausing_stage(stage, found, pause_after)
                     found.made[stage.name], found.generated_in = graph.call(stage, lab, found.made), lab.iteration
                 lab.note_position()
             has_run(stage.name)
@@ -144,27 +144,27 @@ def join_paused(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, pause
     begun = Batch.concat(rows)
     found.made = {
         prompts.name: Batch.concat(asked),
-        BEGUN: begun.derive("draw", begun.columns, {"iteration": found.iteration}),
+        RESUMED: begun.derive("draw", begun.columns, {"iteration": found.iteration}),
     }
     gone = [*map(id, (*paused, found))]
     lab.buffer.waiting = [*(one for one in lab.buffer.waiting if id(one) not in gone), found]
 
 
-def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> Stage:
+def pausing_stage(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> Stage:
     """Return the generation stage with `pause_after`, and with `resume=True` if `found` resumes paused responses."""
     kwargs = stage.kwargs if pause_after is None else {**stage.kwargs, "pause_after": pause_after}
-    if BEGUN not in found.made:
+    if RESUMED not in found.made:
         return replace(stage, kwargs=kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name != "samples"}
-    return replace(stage, inputs=(BEGUN,), kwargs={**kwargs, "resume": True})
+    return replace(stage, inputs=(RESUMED,), kwargs={**kwargs, "resume": True})
 
 
 def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
     """Resume paused responses until an iteration's groups are complete. draw: resumes all paused responses once."""
-    stages, buffer = front(graph), lab.buffer
+    stages, buffer = generation_stages(graph), lab.buffer
     names = tuple(stage.name for stage in stages)
     while stages and buffer.count(names) < groups_of(stages):
-        stopped = any(found.stages == names and BEGUN in found.made and not found.whole for found in buffer.waiting)
+        stopped = any(found.stages == names and RESUMED in found.made and not found.whole for found in buffer.waiting)
         if not stopped and not buffer.part_paused(names):
             break
         draw(new_prompts=False)
@@ -173,7 +173,7 @@ def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
 def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
     """Begin an iteration with rollouts from the buffer: return the batches of its stages up to generation, and the
     entries taken out. Too few: the entry whose generation has not ended, if there is one; else {}, []."""
-    stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
+    stages, buffer, counters = generation_stages(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     if not stages or stages[0] is not graph.stages[0] or stages[0].role != "prompts":
         return {}, []
@@ -211,11 +211,11 @@ def groups_of(stages: Sequence[Stage]) -> int:
     return int(first.kwargs.get("n", first.args[0] if first.args else 0))
 
 
-def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) -> None:
+def generate_ahead(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) -> None:
     """Generate ahead while new rollouts will be at most `staleness` iterations old when an iteration draws them. The
     current iteration has already drawn its own. draw: generates for one more iteration. Each paused response is
     resumed once per iteration."""
-    stages, iteration = front(graph), lab.iteration
+    stages, iteration = generation_stages(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
     while (room := staleness * groups - buffer.count(names, paused=True)) > 0:
         draw(generated_before=iteration, groups=min(room, groups))

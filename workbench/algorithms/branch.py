@@ -107,7 +107,7 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     if not plans:
         raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
-    counters, done, put_back_prompts = runner.counters, list[Arm](), lab.prompts.kept()
+    counters, done, put_back_prompts = runner.counters, list[Arm](), lab.prompts.snapshot()
 
     def put_back() -> None:
         put_back_prompts()

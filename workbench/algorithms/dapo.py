@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import GroupSize, RolloutAlgorithm, is_there
-from workbench.algorithms.waiting import end_to_end
+from workbench.algorithms.loop import GroupSize, RolloutAlgorithm, is_ready
+from workbench.algorithms.waiting import concat_rollouts
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, numbers_in, ragged_in
 from workbench.objectives.estimators import response_scores
@@ -101,7 +101,7 @@ class DAPO(RolloutAlgorithm):
             made = dict[str, Any]()
             for stage in (first, *before):
                 further.append(name := f"{stage.name} (draw {rounds + 1})")
-                if name not in kept_made or not is_there(kept_made[name]):
+                if name not in kept_made or not is_ready(kept_made[name]):
                     kept_made[name] = lab.prompts.more(self.prompts) if stage is first else stage.call(lab, made)
                 made[stage.name] = kept_made[name]
             batch = made[source]
@@ -112,7 +112,7 @@ class DAPO(RolloutAlgorithm):
             "failed/fraction": 1 - valid / drawn,
         }
         lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
-        whole = end_to_end([*kept, *others])
+        whole = concat_rollouts([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
         uids = numbers_in(whole.fetch(["prompt_uid"]), "prompt_uid")
         dealt = whole.take(_spread(uids.numpy(), min(rows, wanted)))

@@ -24,7 +24,7 @@ from workbench.objectives.losses import clips_in_effect
 from workbench.stages.group import GroupOperation, LiveTraining, WorkerGroup
 from workbench.stages.runner import StageNames
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import is_settings
 from workbench.workers.scoring import weights_in_effect
 
@@ -342,7 +342,7 @@ class StageEdits(LiveFields, ABC):
         """
         known = {argument.name: argument for argument in self.arguments(stage)}
         if name not in known:
-            raise BadInput(f"{stage}({name}=...)", f"it takes {', '.join(known)}", meant(name, list(known)))
+            raise BadInput(f"{stage}({name}=...)", f"it takes {', '.join(known)}", remedy_for(name, list(known)))
         if once:
             self.once(stage, **{name: value})
         elif field := known[name].field:
@@ -393,7 +393,7 @@ class StageEdits(LiveFields, ABC):
         """Apply an edit of the graph. again: the stage whose output is out of date after the edit."""
         before = self._lasting_graph()
         after = edit(before)  # raises for a wrong edit, before anything is changed
-        stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
+        stale = [name for name in before.downstream(again) if name in self.made] if again and self._under_way else []
         if updated := [name for name in stale if before[name].updates]:
             raise BadInput(
                 what,

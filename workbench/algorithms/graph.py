@@ -17,9 +17,9 @@ from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, keeps_mask, truncation
 from workbench.stages.group import GroupOperation
 from workbench.support.calls.pickling import name_of
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import checked, hints_of
-from workbench.workers.user_loss import Asked
+from workbench.workers.user_loss import ParameterNames
 
 
 class Mark:
@@ -74,8 +74,8 @@ class Stage:
     name: unique in the graph: the name given to `reported_as`, or the operation's; a second one is called operation_2.
     role: a role of the workbench, "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an
     iteration), "batch" (a method of a batch) or "notebook" (a function).
-    columns: the columns of the batch after the stage; None if they are not known before it runs (after functions and
-    methods of a batch).
+    columns: the columns of the batch after the stage; None if it makes no batch, or if they are not known before it
+    runs (after functions and methods of a batch).
     """
 
     name: str
@@ -138,7 +138,7 @@ class Stage:
         plain = {name: value for name, value in zip(names, self.args, strict=False) if not isinstance(value, StandIn)}
         return {**plain, **self.kwargs}
 
-    def given(self, arguments: Mapping[str, Any]) -> Stage:
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Stage:
         """Return a "prompts" or "batch" stage with other arguments; `BadInput` for an argument it does not take."""
         signature, hints = inspect.signature(self._method), hints_of(self._method)
         names = list(signature.parameters)[1:]
@@ -189,7 +189,7 @@ class Graph:
         """Return the stages that take a stage's output."""
         return [stage for stage in self.stages if name in stage.inputs]
 
-    def behind(self, name: str) -> list[str]:
+    def downstream(self, name: str) -> list[str]:
         """Return a stage and all stages that depend on its output, directly or through others."""
         found = {self[name].name}
         for stage in self.stages:
@@ -227,11 +227,11 @@ class Graph:
         for stage in self.stages:
             given = stage.arguments if stage.samples else {}
             if (truncated := truncation(given)) and not keeps_mask(given):
-                for name in self.behind(stage.name):
+                for name in self.downstream(stage.name):
                     loss = self[name].arguments.get("loss")
                     if correction := self[name].arguments.get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)
-                    if callable(loss) and "rollout_log_prob" in Asked.by(loss).names:
+                    if callable(loss) and "rollout_log_prob" in ParameterNames.of(loss).names:
                         check_untruncated(f"{title}: {name} with loss={name_of(loss)}", truncated)
 
     def check_open_updates(
@@ -247,7 +247,7 @@ class Graph:
         for stage in self.stages:
             if stage.name in made or f"{stage.role}.{stage.operation}" not in opened:
                 continue
-            if self._left(stage.name, made) != after._left(stage.name, made - {*stale}):
+            if self._unrun_stages(stage.name, made) != after._unrun_stages(stage.name, made - {*stale}):
                 raise BadInput(
                     what,
                     f"an interrupt left {stage.name!r} between two of its steps: with this it would begin anew, and "
@@ -255,7 +255,7 @@ class Graph:
                     "finish the iteration first, with the same call; or give it up, with restart(): the steps stay",
                 )
 
-    def _left(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:
+    def _unrun_stages(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:
         """Return name, code and inputs of each stage up to and including `until` that has not run."""
         stages = self.stages[: self.names.index(until) + 1] if until in self.names else ()
         return [(stage.name, stage.code, stage.inputs) for stage in stages if stage.name not in made]
@@ -309,7 +309,7 @@ class Graph:
         elif old.function is not None and old.role != "prompts":
             new = stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
         else:
-            new = old.given(arguments)
+            new = old.with_arguments(arguments)
         return self.checked([new if stage.name == name else stage for stage in self.stages])
 
     def inserted(self, after: str, function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Graph:
@@ -345,7 +345,7 @@ class Graph:
                     stage.function.check_columns(stage.arguments, have or ())
                 maker = MADE_BY.get(missing[0])
                 near = f"call {maker} before it, and give it the batch that this returns" if maker else ""
-                near = near or meant(missing[0], have or (), str)
+                near = near or remedy_for(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",

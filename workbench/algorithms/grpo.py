@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, arXiv:2402.03300): the other samples of a prompt are the baseline; no critic."""
+"""GRPO (Shao et al. 2024, arXiv:2402.03300): the mean of a prompt's samples is the baseline; no critic."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class HPT(Algorithm):
         rewards, mask, uids = table["rewards"], table["response_mask"], table["prompt_uid"]
         scores_N = response_scores(rewards.pad() if isinstance(rewards, Ragged) else rewards, mask.pad())
         valid_N = torch.as_tensor(table.get("valid", torch.ones(len(uids)))).bool()
-        passed_N: Tensor = (scores_N >= torch.tensor(self.passing, dtype=torch.float32)) & valid_N
+        passed_N: Tensor = (scores_N.float() >= torch.tensor(self.passing)) & valid_N
         return {
             prompt: int(passed_N[uids == prompt].sum()) / max(int(valid_N[uids == prompt].sum()), 1)
             for prompt in dict.fromkeys(uids.tolist())

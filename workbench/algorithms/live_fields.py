@@ -18,7 +18,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.objectives.losses import clips_in_effect
 from workbench.support.flat_settings import flat
-from workbench.support.named_fields import NamedAttributes, meant
+from workbench.support.named_fields import NamedAttributes, remedy_for
 from workbench.support.notebook_cell import in_notebook, running_cell, running_position, variable_of
 from workbench.support.replaced import replaced
 from workbench.support.validation import check_before_post_init, checked, hints_of, is_settings, owned
@@ -42,7 +42,7 @@ class LiveFields(NamedAttributes):
     """
 
     lab: Lab
-    taken_up: bool = False  # restored from a checkpoint
+    restored: bool = False  # from a checkpoint
     _live = False  # construction is over: an assignment is a change
     _changed: dict[str, None]  # fields, or fields of settings, assigned since then: "clip", "sampling.temperature"
 
@@ -65,7 +65,7 @@ class LiveFields(NamedAttributes):
         rule = f"its fields are {', '.join(named)}"
         own = getattr(type(self), name, None)
         if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
-            remedy = meant(name, named) or f"a field of one's own is written in the class: {name}: float = 0.0"
+            remedy = remedy_for(name, named) or f"a field of one's own is written in the class: {name}: float = 0.0"
             raise BadInput(f"{title}.{name} = {shown(value)}", rule, remedy)
         if name not in named and (
             (isinstance(own, property) and own.fset is None) or (callable(own) and not callable(value))
@@ -86,7 +86,7 @@ class LiveFields(NamedAttributes):
         if is_same(before, value):
             return
         trial: Any = object.__new__(type(self))
-        trial.__dict__.update(self.__dict__, **{name: value, "_live": False, "taken_up": True})
+        trial.__dict__.update(self.__dict__, **{name: value, "_live": False, "restored": True})
         trial.__post_init__()
         me: Any = self
         if me.under_way:
@@ -114,7 +114,7 @@ class LiveFields(NamedAttributes):
             algorithm = owner(what := f"{called}.{field} = {shown(value)}")
             now = getattr(algorithm, name)
             if field not in (known := fields_by_name(now)):
-                raise BadInput(what, f"its fields are {', '.join(known)}", meant(field, known))
+                raise BadInput(what, f"its fields are {', '.join(known)}", remedy_for(field, known))
             setattr(algorithm, name, dataclasses.replace(now, **{field: value}))
             return getattr(getattr(algorithm, name), field)
 

@@ -16,11 +16,11 @@ from workbench.algorithms.ahead import (
     check_can_pause,
     check_can_run_ahead,
     draw_ahead,
-    fill,
     finish_paused,
     from_buffer,
-    front,
-    keeping,
+    generate_ahead,
+    generation_stages,
+    journaling,
 )
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
@@ -127,12 +127,12 @@ class Algorithm(StageEdits):
             self._run_before = self.lab.runner.counters.run
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         note_settings(self, of_run, self._kept_arguments(), once)
-        if self._staleness and stage.name not in {other.name for other in front(graph)}:
-            fill(self.lab, graph, self._staleness, self._draw_ahead)
+        if self._staleness and stage.name not in {other.name for other in generation_stages(graph)}:
+            generate_ahead(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
             finish_paused(self.lab, graph, self._draw_ahead)
         self._by_hand |= not self.lab.runner.batches.iterating
-        with keeping(self.lab, stage):
+        with journaling(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = from_buffer(self.lab, graph)
                 self.made.update(made)
@@ -222,10 +222,10 @@ class Algorithm(StageEdits):
             for name, value in state.items():
                 setattr(self, name, value)
 
-    def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
+    def resume_at(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
         """Continue from `saved`, the `position` of an algorithm of this class. made: the results of the stages that had
         run in the current iteration; None between iterations."""
-        self.taken_up, self._from_buffer = True, ()
+        self.restored, self._from_buffer = True, ()
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
@@ -235,7 +235,7 @@ class Algorithm(StageEdits):
             self.made.update(made)
             self._under_way = True
             graph = self.graph()  # if `define` has new stages, the stages that take their batches run again
-            again = {n for stage in graph.names if stage not in made for n in graph.behind(stage) if n in made}
+            again = {n for stage in graph.names if stage not in made for n in graph.downstream(stage) if n in made}
             if not any(graph[name].updates for name in again):
                 for name in again:
                     del self.made[name]
@@ -245,7 +245,7 @@ class Algorithm(StageEdits):
         self._under_way, self._from_buffer = False, ()
         self.made.clear()
         self._iteration = iteration
-        self.taken_up = False
+        self.restored = False
 
     def iterate(self) -> dict[str, float]:
         """Run the rest of the current iteration, or a new one, and return the metrics of its stages."""
@@ -324,7 +324,7 @@ class Algorithm(StageEdits):
         self.lab.take_edits(self)
         rows, seconds = [], []
         self.lab.position.take_up(self)
-        saved = self.taken_up and self.lab.position.saved_algorithm is not None
+        saved = self.restored and self.lab.position.saved_algorithm is not None
         resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__
@@ -344,7 +344,7 @@ class Algorithm(StageEdits):
                 except BaseException as error:  # stages were only submitted: some results in `made` will never come
                     updates = {stage.name for stage in self.graph().stages if stage.updates}
                     sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
-                    self._made = {name: made for name, made in self.made.items() if is_there(made)}
+                    self._made = {name: made for name, made in self.made.items() if is_ready(made)}
                     self.lab.buffer.forget_unmade()
                     left = self.lab.runner.interrupted.unfinished.values()
                     begun = any(update.number > runs for update in left)  # includes updates that failed between steps
@@ -436,7 +436,7 @@ class Algorithm(StageEdits):
         }
 
 
-def is_there(made: Any) -> bool:
+def is_ready(made: Any) -> bool:
     """Whether the result of a stage is there, not pending."""
     if isinstance(made, Batch):
         made.settle(wait=False)

@@ -16,7 +16,7 @@ from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 from workbench.workers.rollout_columns import PAUSED
 
 UNKNOWN = -1  # the weights version of rollouts that do not say which weights generated them
-BEGUN = "begun"  # a key of `made` beside the stages: the rows that the current generation resumes
+RESUMED = "begun"  # a key of `made` beside the stages: the rows that the current generation resumes
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,7 +78,7 @@ class WaitingRollouts:
             batch = self.rollouts
             read = ("prompt_uid", "rewards", "token_versions", "ending")
             table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves `_rows` unset
-            self.made.pop(BEGUN, None)  # the generation that resumed these rows has ended
+            self.made.pop(RESUMED, None)  # the generation that resumed these rows has ended
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             endings: Any = table.get("ending", [""] * batch.rows)
             if isinstance(rewards, Ragged):
@@ -153,7 +153,7 @@ class WaitingRollouts:
         )  # fmt: skip
 
 
-def end_to_end(batches: Sequence[Batch]) -> Batch:
+def concat_rollouts(batches: Sequence[Batch]) -> Batch:
     """Concatenate batches. If only some have the columns of partial rollouts, these columns are left out."""
     if len({set(PART_COLUMNS) <= set(batch.names) for batch in batches}) > 1:
         batches = [batch.select(*(name for name in batch.names if name not in PART_COLUMNS)) for batch in batches]
@@ -189,7 +189,7 @@ def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
     versions = {str(uid): version for part in parts for uid, version in part.versions().items()}
     made, oldest = {}, min(versions.values())
     for stage in first.made:
-        batch = end_to_end([part.made[stage] for part in parts])
+        batch = concat_rollouts([part.made[stage] for part in parts])
         told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
         if told and any(version != oldest for version in versions.values()):
             told["weights_versions"] = versions

@@ -35,7 +35,7 @@ from workbench.backends.ray_access import (
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home, locked
-from workbench.support.surroundings import with_variables
+from workbench.support.process_environment import with_variables
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
@@ -98,27 +98,27 @@ def _start_head(note: Note) -> dict[str, Any]:
     return _try_start_head(note)
 
 
-_ahead: threading.Thread | None = None  # starts this user's head in the background
-_given_up = threading.Event()  # makes that thread give up
+_start_thread: threading.Thread | None = None  # starts this user's head in the background
+_start_cancelled = threading.Event()  # makes that thread give up
 
 
 def start_ahead() -> None:
     """Begin to start this user's head if none runs, and return at once; `connect` waits for it. If no process joins it,
     `stop_idle_head` ends it."""
-    global _ahead
+    global _start_thread
     ray = sys.modules.get("ray")
     joined = ray is not None and ray.is_initialized()
-    if joined or _ahead is not None or running_head() is not None or importlib.util.find_spec("ray") is None:
+    if joined or _start_thread is not None or running_head() is not None or importlib.util.find_spec("ray") is None:
         return
     _set_up_ray()
-    _given_up.clear()
-    _ahead = threading.Thread(target=_start_in_background, name="start of Ray", daemon=True)
-    _ahead.start()
+    _start_cancelled.clear()
+    _start_thread = threading.Thread(target=_start_in_background, name="start of Ray", daemon=True)
+    _start_thread.start()
 
 
 def _start_in_background() -> None:
     def go_on(text: str = "") -> None:
-        if _given_up.is_set():
+        if _start_cancelled.is_set():
             raise WorkbenchError("the start of Ray", "it was given up")
 
     # `connect` tries again, and raises the error
@@ -183,20 +183,20 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
     A cluster that the user joined with `ray.init()` is used, and never changed. Raises `BadInput` where this process is
     joined to another cluster than `address`. note: called with a text about what is waited for.
     """
-    global _joined, _ahead
+    global _joined, _start_thread
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not join any cluster
     try:
         import ray
     except ImportError:
         raise MissingDependency.of("Ray", "backend='ray' needs it", "ray", "backend='inline'") from None
-    while _ahead is not None and _ahead.is_alive():
+    while _start_thread is not None and _start_thread.is_alive():
         note("starting Ray")
-        _ahead.join(0.1)
-    _ahead = None
+        _start_thread.join(0.1)
+    _start_thread = None
     with locked("head", lambda: note("waiting for another process that starts or stops Ray")):
         head = running_head()
         if ray.is_initialized():
-            if _serves(ray, address, head):
+            if _is_requested(ray, address, head):
                 return ray
             ray.shutdown()
             _joined = None
@@ -249,7 +249,7 @@ def head_is_gone(address: str) -> bool:
     return joined_head() != address or head is None or head["address"] != address
 
 
-def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
+def _is_requested(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
     """Whether the cluster that this process is joined to is the right one; False: it was our own head, which is gone.
 
     Raises `BadInput` for another cluster: Ray allows one per process, and leaving it would end what runs through it.
@@ -311,11 +311,11 @@ def other_clients() -> list[int]:
 def stop_idle_head() -> None:
     """Stop the head if no workbench lives on it and no other process is joined to it, because Ray would end such a
     process. With the variable WORKBENCH_KEEP_RAY the head stays, and the next opening is some seconds faster."""
-    global _ahead
-    if _ahead is not None:
-        _given_up.set()
-        _ahead.join()
-        _ahead = None
+    global _start_thread
+    if _start_thread is not None:
+        _start_cancelled.set()
+        _start_thread.join()
+        _start_thread = None
     if running_head() is None or os.environ.get(KEEP):
         return
     with locked("head"):

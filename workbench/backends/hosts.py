@@ -26,8 +26,8 @@ class Hosts:
     lost: the pools that are no longer whole, each with the operation in which it was lost. pending_cleanup: by pool,
     work of cancelled operations that its hosts have not ended yet. shard_successors: for a host that has ended, the
     host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended. changing:
-    a lock held from reading the description to `become` with the changed one, so that no change in between is lost.
-    outdated: whether an edit was refused that only new processes take: `recover` then restarts all.
+    a lock held from reading the description to `set_description` with the changed one, so that no change in between is
+    lost. outdated: whether an edit was refused that only new processes take: `recover` then restarts all.
     """
 
     backend: Backend
@@ -40,9 +40,9 @@ class Hosts:
         self.shard_successors: dict[str, str] = {}
         self.pools_ended: dict[str, int] = {}
         self.outdated = False
-        self.become(description)
+        self.set_description(description)
 
-    def become(self, description: Description) -> None:
+    def set_description(self, description: Description) -> None:
         """Switch to another description."""
         self.description = description
         self.infos: Sequence[HostInfo] = description.hosts(self.run_folder)
@@ -66,7 +66,7 @@ class Hosts:
         pools = {pool.name: pool for pool in change.new.pools}
         return [
             description.host(
-                pools[place.pool], place.rank, place.device, self.run_folder, change.next_again(place.pool)
+                pools[place.pool], place.rank, place.device, self.run_folder, change.earlier_pools_of(place.pool)
             )
             for place in change.places
             if place.new
@@ -144,7 +144,7 @@ class Hosts:
     def require_whole(self, pool: Pool, role: str) -> None:
         """Raise `StageError` while the pool's hosts still work on a cancelled operation, `HostDied` if it was lost."""
         for what, pending in self.pending_cleanup.pop(pool.name, []):
-            self.account(pool.name, what, pending)
+            self.note_outcome(pool.name, what, pending)
         if late := self.pending_cleanup.get(pool.name):
             raise StageError(
                 f"pool {pool.name!r} is still at work on {late[0][0]}, which was given up",
@@ -163,7 +163,7 @@ class Hosts:
                 remedy,
             )
 
-    def account(self, pool: str, what: str, pending: Pending) -> str:
+    def note_outcome(self, pool: str, what: str, pending: Pending) -> str:
         """Note and return whether a host has not finished a request ("late"), or failed in it ("lost"); else ""."""
         if not pending.done():
             self.clean_up_later(pool, what, pending)

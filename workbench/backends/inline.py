@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from workbench.backends.base import Backend, Pending, Progress
 from workbench.errors import BadInput
-from workbench.errors.containing import contained, passes
+from workbench.errors.containing import as_exception, must_propagate
 from workbench.messages.calls import Call, HostInfo
-from workbench.support.surroundings import set_variables
+from workbench.support.process_environment import set_variables
 from workbench.workers.host import Host
 
 # Variables that a host's `join` sets and DeepSpeed reads, and the folder of compiled layers.
@@ -102,9 +102,9 @@ class Finished(Pending):
             with KERNEL.left_as_found():
                 self._value = ask()
         except BaseException as error:
-            if passes(error):
+            if must_propagate(error):
                 raise
-            self._error = contained(error)
+            self._error = as_exception(error)
 
     def done(self) -> bool:
         return True

@@ -26,7 +26,7 @@ from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
 from workbench.support.files import open_to_append, private_folder
 from workbench.support.machine import Process, end
-from workbench.support.surroundings import Surroundings, take_over
+from workbench.support.process_environment import ProcessEnvironment, apply_changes
 
 GRANT_S = 5.0  # how long a cluster may take to give devices that are free, or are being freed
 ATTACH_TIMEOUT_S = 60  # for a busy machine; for an actor that is gone, Ray answers at once
@@ -164,7 +164,7 @@ def _actor_class(ray: Any) -> Any:
         def execute(self, driver: str, common: bytes, own: bytes, changes: Mapping[str, Any]) -> Any:
             self._check(driver, "execute")
             if changes:
-                take_over(changes)
+                apply_changes(changes)
             with containing():
                 return self._host.execute(Call.of_parts(pickle.loads(common), own))
 
@@ -255,8 +255,8 @@ class RayBackend(Backend):
         self._head = joined_head()
         self._actors: dict[str, Any] = {}
         self._looked_s = time.monotonic()
-        # the notebook's surroundings, and those that each host knows: changes are sent with the next stage
-        self._before, self._known = Surroundings.here(), dict[str, Surroundings]()
+        # the notebook's environment, and those that each host knows: changes are sent with the next stage
+        self._before, self._known = ProcessEnvironment.here(), dict[str, ProcessEnvironment]()
         self.processes: dict[str, Process] = {}
 
     def rejoin(self, note: Callable[[str], None]) -> bool:
@@ -442,7 +442,7 @@ class RayBackend(Backend):
             pending.result()
 
     def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
-        machine, now, pickled = socket.gethostname(), Surroundings.here(), dict[tuple[int, ...], bytes]()
+        machine, now, pickled = socket.gethostname(), ProcessEnvironment.here(), dict[tuple[int, ...], bytes]()
         for host, call in zip(hosts, calls, strict=True):
             actor, changes = self._actor(host), dict[str, Any]()
             if self.processes[host].machine == machine and (known := self._known.get(host, self._before)) != now:

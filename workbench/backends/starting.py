@@ -87,10 +87,9 @@ def begin_loading(
             # all ranks of a pool build the roles in the same order, because DeepSpeed builds on all ranks together
             for info in (info for info in infos if info.pool == pool.name):
                 note(f"loading {role}")
-                waits = pool.name in beside
                 pending = backend.work(
-                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, room=rooms.get(role),
-                    **options,
+                    info.name, "build", role, worker_class, model, layout=layout, room=rooms.get(role),
+                    replaces=pool.name in beside, **options,
                 )  # fmt: skip
                 loading.append(Step(f"loading {role}", info, pending))
                 if failure(pending):  # inline, where a call has ended when it returns

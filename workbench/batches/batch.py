@@ -119,7 +119,7 @@ class Batch(BatchHandle):
         if not columns:
             raise BadInput("select() of no column", "a batch has at least one column")
         self.need(columns, "select")
-        return self.derive("select", *self.ready(columns))
+        return self.derive("select", *self.wait_for_columns(columns))
 
     def drop(self, *columns: str) -> Batch:
         """Return the batch without these columns."""
@@ -134,7 +134,7 @@ class Batch(BatchHandle):
             new = names.get(old, old)
             if new in columns:
                 raise BadInput(f"rename: two columns {new!r}", "a batch has one column of a name", "choose other names")
-            columns[new] = replace(column, location=column.location.kept_as(old)) if new != old else column
+            columns[new] = replace(column, location=column.location.stored_as(old)) if new != old else column
         return self.derive("rename", columns)
 
     def join(self, other: Batch) -> Batch:
@@ -190,7 +190,7 @@ class Batch(BatchHandle):
             key = (name if renamed else "", *map(id, locations))
             if key not in together:
                 if renamed:
-                    locations = [location.kept_as(name) for location in locations]
+                    locations = [location.stored_as(name) for location in locations]
                 together[key] = Location.concat(locations)
             columns[name] = replace(
                 column,

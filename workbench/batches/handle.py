@@ -28,7 +28,7 @@ from workbench.errors import BadInput, UnknownColumn
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED
-from workbench.support.named_fields import NamedAttributes, meant
+from workbench.support.named_fields import NamedAttributes, remedy_for
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
@@ -84,17 +84,17 @@ class BatchHandle(NamedAttributes):
                 raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
             object.__setattr__(self, name, value)
 
-    def after(self, run: Maker, writes: Iterable[str], without: Collection[str] = ()) -> Self:
+    def with_pending(self, run: Maker, writes: Iterable[str], without: Collection[str] = ()) -> Self:
         """Return the next version, for a run that is still making the columns `writes`. Stages accept this batch;
         reading it waits for the run. without: columns to leave out."""
         promised = dict.fromkeys(writes, run)
         kept = {name: column for name, column in self._columns.items() if name not in {*without, *promised}}
         return self._next({**kept, **promised}, self._meta)
 
-    def with_made(self, run: Maker, without: Collection[str]) -> Self:
+    def with_results(self, run: Maker, without: Collection[str]) -> Self:
         """Return the next version, with the result of a finished run. without: columns to leave out. Does not wait."""
         kept = {name: column for name, column in self._columns.items() if name not in without}
-        return self._next({**kept, **run.made}, {**self._meta, **run.meta})
+        return self._next({**kept, **run.made_columns}, {**self._meta, **run.meta})
 
     def _next(self, columns: Mapping[str, Column | Maker], meta: Mapping[str, Any], version: int | None = None) -> Self:
         return type(self)(
@@ -146,12 +146,12 @@ class BatchHandle(NamedAttributes):
         for run in sorted(runs, key=lambda run: run.number):
             if run.state == "done" and counts(run):
                 made = {
-                    n: c for n, c in run.made.items() if columns.get(n) is run or n not in run.writes
+                    n: c for n, c in run.made_columns.items() if columns.get(n) is run or n not in run.writes
                 }  # not dropped
                 there, meta = {**there, **made}, {**meta, **run.meta}
         return there, dict(meta)
 
-    def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+    def finished_columns(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
         """Return these columns, whose runs are done, and their meta, while runs may still make other columns.
 
         The meta has entries only of the runs that made these columns, not of other runs whose results were not yet
@@ -159,15 +159,15 @@ class BatchHandle(NamedAttributes):
         meta must also read a column of the same run.
         """
         asked = tuple(names)
-        columns, meta = self._made(lambda run: any(name in run.made for name in asked))
+        columns, meta = self._made(lambda run: any(name in run.made_columns for name in asked))
         return {name: columns[name] for name in asked}, meta
 
-    def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
-        """Wait for the runs that make these columns, and return `part`. A failed run of another column does no harm."""
+    def wait_for_columns(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Wait for the runs that make these columns, and return `finished_columns`. Other runs may fail."""
         asked = tuple(names)
         for run in self.makers(asked):
             run.result()
-        return self.part(asked)
+        return self.finished_columns(asked)
 
     def settle(self, *, wait: bool = True) -> None:
         """Take over the columns and meta of the runs. wait: wait for them; without it, do so only if all are done."""
@@ -237,7 +237,7 @@ class BatchHandle(NamedAttributes):
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
                 f"it has {', '.join(self.names)}",
-                f"run {maker} first" if maker else PUT.get(missing[0]) or meant(missing[0], self.names, repr),
+                f"run {maker} first" if maker else PUT.get(missing[0]) or remedy_for(missing[0], self.names, repr),
             )
 
     def _row_numbers(self, rows: RowNumbers) -> np.ndarray:
@@ -259,7 +259,7 @@ class BatchHandle(NamedAttributes):
         names = list(self.names if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
-        return self._source.pull(self.ready(names)[0], index)
+        return self._source.pull(self.wait_for_columns(names)[0], index)
 
     @checked_call("batch.df")
     def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:

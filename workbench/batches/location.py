@@ -54,13 +54,13 @@ class Pull(NamedTuple):
     destinations: np.ndarray
     name: str = ""
 
-    def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+    def stored_names(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names under which the shard keeps these columns."""
         return (self.name,) if self.name else columns
 
-    def named(self, kept: Mapping[str, T], columns: Iterable[str]) -> Mapping[str, T]:
-        """Return the shard's columns under their present names. kept: by the names that `self.kept(columns)` gave."""
-        return dict.fromkeys(columns, kept[self.name]) if self.name else kept
+    def renamed(self, stored: Mapping[str, T], columns: Iterable[str]) -> Mapping[str, T]:
+        """Return the shard's columns under their present names. stored: by `self.stored_names(columns)`."""
+        return dict.fromkeys(columns, stored[self.name]) if self.name else stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Location:
     def take(self, rows: np.ndarray) -> Location:
         return replace(self, shard=self.shard[rows], position=self.position[rows])
 
-    def kept_as(self, name: str) -> Location:
+    def stored_as(self, name: str) -> Location:
         """Return the location of a column to be renamed: its shards keep it under `name`, or an even older name."""
         return self if self.names else replace(self, names=(name,) * len(self.shards))
 
@@ -220,13 +220,13 @@ class Column:
 
 
 class Maker(Protocol):
-    """A run that makes columns of a batch. writes: their names. made, meta: the columns, and the entries of the batch's
-    meta, once the run is done. dependents: the batches that wait for the run."""
+    """A run that makes columns of a batch. writes: their names. made_columns, meta: the columns, and the entries of the
+    batch's meta, once the run is done. dependents: the batches that wait for the run."""
 
     number: int
     name: str
     writes: tuple[str, ...]
-    made: Mapping[str, Column]
+    made_columns: Mapping[str, Column]
     meta: Mapping[str, Any]
     dependents: list[weakref.ref[BatchHandle]]
 

@@ -257,7 +257,7 @@ class Store:
         if entry is None:
             return None
         batch = entry.batch
-        found = (entry.meta or entry.origin.meta_in) if batch is None else batch.part(())[1]
+        found = (entry.meta or entry.origin.meta_in) if batch is None else batch.finished_columns(())[1]
         return None if "iteration" not in found else int(found["iteration"])
 
     def __iter__(self) -> Iterator[str]:

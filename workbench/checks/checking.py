@@ -16,11 +16,11 @@ from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
-from workbench.errors.containing import passes
+from workbench.errors.containing import must_propagate
 from workbench.errors.plain_text import shown
 from workbench.objectives.losses import CovarianceLoss
 from workbench.support.calls.pickling import name_of
-from workbench.workers.user_loss import told
+from workbench.workers.user_loss import error_with_line
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
@@ -111,9 +111,9 @@ def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str
     except WorkbenchError as error:  # a stage that does not run is a finding too
         found = Finding(verdict="failed", culprit=str(error), about="a stage that it needs failed")
     except BaseException as error:
-        if passes(error) or not isinstance(subject, LossSubject):
+        if must_propagate(error) or not isinstance(subject, LossSubject):
             raise
-        found = Finding(verdict="failed", culprit=told(error), about="the loss raised")
+        found = Finding(verdict="failed", culprit=error_with_line(error), about="the loss raised")
     return replace(found, check=name)
 
 

@@ -24,7 +24,7 @@ from workbench.errors import BadInput
 from workbench.models.loading import load_config
 from workbench.workers.gradients import GradientReport, cosine
 from workbench.workers.roles.actor import token_function
-from workbench.workers.user_loss import OF_MODEL, Asked, UserFunction
+from workbench.workers.user_loss import OF_MODEL, ParameterNames, UserFunction
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
@@ -73,7 +73,7 @@ class LossSubject:
     @cached_property
     def inputs(self) -> LossInputs:
         """The loss on the valid rows; if it reads logits or hidden states, on the shortest of them."""
-        asked, spec = Asked.by(self.function).names, self.lab.groups["actor"].spec
+        asked, spec = ParameterNames.of(self.function).names, self.lab.groups["actor"].spec
         sizes, rows = {}, self.rows
         if set(OF_MODEL) & set(asked) and spec.name is not None:
             config = load_config(spec.name).get_text_config()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
 from workbench.workers.roles.critic import OWN_METRICS as OF_CRITIC
-from workbench.workers.user_loss import OF_MODEL, Asked, Logits, UserFunction, checked_loss, selected
+from workbench.workers.user_loss import OF_MODEL, Logits, ParameterNames, UserFunction, checked_loss, selected
 
 OTHER_POLICIES = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
 PADDING = 3  # tokens
@@ -26,7 +26,7 @@ PADDING = 3  # tokens
 
 def role_of(function: UserFunction) -> str:
     """The role whose update uses this loss: a critic's loss has its gradient in `values` alone."""
-    asked = Asked.by(function).names
+    asked = ParameterNames.of(function).names
     return "critic" if "values" in asked and not set(WITH_GRADIENT) & set(asked) else "actor"
 
 
@@ -61,7 +61,7 @@ class LossInputs:
             given = {"values": now.pad(), "old_values": ragged_in(table, "values").pad()}
         values: dict[str, Any] = {}
         of_tokens = set()
-        for name in Asked.by(function).names:
+        for name in ParameterNames.of(function).names:
             value = given[name] if name in given else table.get(name)
             if name in given or (isinstance(value, Ragged) and torch.equal(value.lengths, mask.lengths)):
                 of_tokens.add(name)
@@ -143,7 +143,7 @@ class LossInputs:
             given = {**copies, **leaves, **self._of_model(leaves)}
             with held or nullcontext():
                 returned = self.function(
-                    **{name: given[name] for name in Asked.by(self.function).names if name in given}
+                    **{name: given[name] for name in ParameterNames.of(self.function).names if name in given}
                 )
             shape = self.inside_BT.shape
             own = OF_CRITIC if role_of(self.function) == "critic" else OWN_METRICS

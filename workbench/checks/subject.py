@@ -269,8 +269,8 @@ def measured(
     the setting."""
     group = lab.groups[role]
     known, _ = group.operations[UPDATES[role]].arguments((), arguments)
-    operation = group.operations[UPDATES[role]].operation.given(known)
-    columns = operation.travelling(operation.needed(known), batch)
+    operation = group.operations[UPDATES[role]].operation.resolved(known)
+    columns = operation.sent_columns(operation.needed(known), batch)
     return group.measure_gradient(
         batch, update=UPDATES[role], columns=columns, arguments=arguments, micro_batch_tokens=micro_batch_tokens
     )

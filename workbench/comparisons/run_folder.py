@@ -106,7 +106,8 @@ class RunFolder:
             fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in row["values"]}
             changed = [f"{algorithm}/{name}={value}" for part, name, value in changes if part == "values"]
             # an assignment to what `finish` adapts
-            changed += [name for part, name, _ in changes if part == "others" and name.partition("=")[0] in fields]
+            own = {name for name in fields if name.startswith(f"{algorithm}.")}
+            changed += [name for part, name, _ in changes if part == "others" and name.partition("=")[0] in own]
             if changed:
                 found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": ", ".join(changed)})
         for row in self._rows(EVENTS):

@@ -21,7 +21,7 @@ from workbench.display.html import table
 from workbench.errors import BadInput, NotFound
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.files import path_of
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import Number, Rule
 
 Over = Literal["iterations", "samples", "tokens", "seconds"]
@@ -103,7 +103,7 @@ def _column(metric: str, frame: pd.DataFrame) -> str | None:
 def _unknown(metric: str, series: Mapping[str, pd.DataFrame]) -> NotFound:
     known = list(dict.fromkeys(name for frame in series.values() for name in frame.columns if name not in X))
     labels = [label for label in HEADLINES if any(label in looked_at(frame.columns) for frame in series.values())]
-    near = meant(metric, [*labels, *known], repr)
+    near = remedy_for(metric, [*labels, *known], repr)
     rule = f"they have the headlines {', '.join(labels) or 'none'}, and {len(known)} metrics as 'stage/metric'"
     return NotFound(f"metric {metric!r} in {len(series)} runs", rule, near or "see the columns of wb.runs()")
 

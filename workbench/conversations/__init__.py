@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from workbench.conversations.chat import Chat, Talk
+from workbench.conversations.chat import Chat, NoEnvironment
 from workbench.errors import BadInput
-from workbench.objectives.arguments import within
+from workbench.objectives.arguments import check_range
 from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, Number
@@ -41,12 +41,12 @@ class Conversations:
         lab = self._lab
         if "actor" not in lab.groups or lab.description.generation is None:
             raise BadInput("conversation on a workbench without an actor", "its engine takes the turns")
-        within("gamma", gamma, 0, 1)
+        check_range("gamma", gamma, 0, 1)
         if sampling is None:
             sampling = getattr(lab.algorithm, "sampling", None)
         if not isinstance(sampling, Sampling):
             sampling = Sampling()
-        sampling = replace(sampling, environment=environment or sampling.environment or Talk)
+        sampling = replace(sampling, environment=environment or sampling.environment or NoEnvironment)
         chat = Chat(lab, row, sampling=sampling, gamma=gamma, seed=seed)
         self.chats.append(chat)
         lab.before_close(chat.close)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workbench.conversations.tree import Tree, Turn
 from workbench.data import conversation_turns
-from workbench.data.conversation_turns import Reply, Said
+from workbench.data.conversation_turns import ReplayedTurn, Reply
 from workbench.data.environment import Environments
 from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
@@ -19,7 +19,7 @@ from workbench.support.calls.sessions import UserCalls
 
 WAIT_S = 0.05
 
-Told = tuple[tuple[int, ...], ...]  # the token ids of the turns that an environment has been given
+TurnHistory = tuple[tuple[int, ...], ...]  # the token ids of the turns that an environment has been given
 
 
 class Answers:
@@ -41,8 +41,8 @@ class Answers:
         self._environments: Environments | None = None
         self._rows: list[Mapping[str, Any]] = []
         self._zeros: list[int] = []  # the row number of each environment's conversation, which is always 0
-        self._at: dict[Told, int] = {}
-        self._observed: dict[Told, str] = {}
+        self._at: dict[TurnHistory, int] = {}
+        self._observed: dict[TurnHistory, str] = {}
 
     def close(self) -> None:
         """Close the environments and end their process. The next call starts new ones."""
@@ -58,10 +58,10 @@ class Answers:
         """Return the environment's reply to a turn that follows `path`. Raises `RolloutError` if it fails."""
         with self._whole():
             row = self._row_behind(tree, path)
-            self._at = {told: other for told, other in self._at.items() if other != row}
-            reply = self._say(self._turn(row, tree, path, token_ids))
-            told = (*_told(path), tuple(token_ids))
-            self._at[told], self._observed[told] = row, reply.observed
+            self._at = {history: other for history, other in self._at.items() if other != row}
+            reply = self._send_turn(self._turn(row, tree, path, token_ids))
+            history = (*_history(path), tuple(token_ids))
+            self._at[history], self._observed[history] = row, reply.observed
             return reply
 
     @property
@@ -69,15 +69,15 @@ class Answers:
         """The `Reply.observed` of the environment's reply before the first turn; "" if there was none."""
         return self._observed.get((), "")
 
-    def said(self, tree: Tree, path: Sequence[Turn]) -> list[Said]:
+    def replayed_turns(self, tree: Tree, path: Sequence[Turn]) -> list[ReplayedTurn]:
         """Return these turns in the form in which they are replayed to another environment."""
         with self._whole():
             row, found = self._row_behind(tree, path), []
             assert self._environments is not None
             for k, turn in enumerate(path):
                 text, more = self._environments.arguments(self._turn(row, tree, path[:k], turn.token_ids))
-                observed = self._observed.get(_told(path[: k + 1]), "")
-                found.append(Said(text=text, more=more, reward=turn.reward, done=turn.done, observed=observed))
+                observed = self._observed.get(_history(path[: k + 1]), "")
+                found.append(ReplayedTurn(text=text, more=more, reward=turn.reward, done=turn.done, observed=observed))
             return found
 
     @contextlib.contextmanager
@@ -91,11 +91,11 @@ class Answers:
 
     def _row_behind(self, tree: Tree, path: Sequence[Turn]) -> int:
         """Return the row of an environment that has been given these turns; replay them to a new one if necessary."""
-        if _told(path) in self._at:
-            return self._at[_told(path)]
+        if _history(path) in self._at:
+            return self._at[_history(path)]
         row, _ = self._begin()
         for k, turn in enumerate(path):
-            reply = self._say(self._turn(row, tree, path[:k], turn.token_ids))
+            reply = self._send_turn(self._turn(row, tree, path[:k], turn.token_ids))
             if reply.done != turn.done or (not turn.done and list(reply.observation_ids) != list(turn.own_ids)):
                 raise RolloutError(
                     f"environment {name_of(self._sampling.environment)} answered turn {k} otherwise when it was told "
@@ -104,8 +104,8 @@ class Answers:
                     "the row and the turns",
                     "draw its random numbers from sample_seed, which reset is given",
                 )
-            self._observed[_told(path[: k + 1])] = reply.observed
-        self._at[_told(path)] = row
+            self._observed[_history(path[: k + 1])] = reply.observed
+        self._at[_history(path)] = row
         return row
 
     def _begin(self) -> tuple[int, Reply]:
@@ -126,9 +126,9 @@ class Answers:
         self._observed[()] = reply.observed
         return row, reply
 
-    def _say(self, turn: conversation_turns.Turn) -> Reply:
+    def _send_turn(self, turn: conversation_turns.Turn) -> Reply:
         assert self._environments is not None
-        self._environments.say(turn)
+        self._environments.send_turn(turn)
         return self._reply(turn.row)
 
     @staticmethod
@@ -153,5 +153,5 @@ class Answers:
                     return reply
 
 
-def _told(path: Sequence[Turn]) -> Told:
+def _history(path: Sequence[Turn]) -> TurnHistory:
     return tuple(tuple(turn.token_ids) for turn in path)

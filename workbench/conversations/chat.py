@@ -41,7 +41,7 @@ CONTINUED = ("gae", "gae_turn")  # estimators that use the critic's value in pla
 
 
 @limits(own_process=False)
-class Talk:
+class NoEnvironment:
     """The environment of a conversation without an environment: it never answers, and the user does by `chat.say`."""
 
     def step(self, response: str) -> tuple[None, float, bool]:
@@ -115,7 +115,7 @@ class Chat:
 
     def _waits(self, path: Sequence[Turn]) -> bool:
         """Whether the user has to answer the last turn, because there is no environment."""
-        return self._sampling.environment is Talk and bool(path) and path[-1].answered_by != "hand"
+        return self._sampling.environment is NoEnvironment and bool(path) and path[-1].answered_by != "hand"
 
     def _need_open(self, path: Sequence[Turn]) -> None:
         if why := self._ended(path):
@@ -254,16 +254,16 @@ class Chat:
         place = len(before)
         self._need_open(before)
         assert self._sampling.environment is not None
-        said, most = self._answers.said(self.tree, before), self._sampling.max_calls
-        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
+        turns, most = self._answers.replayed_turns(self.tree, before), self._sampling.max_calls
+        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in turns)
         resumed = Resumed(
-            make=self._sampling.environment, sample_seed=self._sample_seed, said=said, began=self._answers.began
+            make=self._sampling.environment, sample_seed=self._sample_seed, turns=turns, began=self._answers.began
         )
         sampling = replace(
             self._sampling,
             environment=resumed,
             max_calls=None if most is None else max(0, most - made),
-            max_turns=1 if self._sampling.environment is Talk else self._sampling.max_turns - place,
+            max_turns=1 if self._sampling.environment is NoEnvironment else self._sampling.max_turns - place,
             max_new_tokens=self._room(before),
         )
         has_critic = "critic" in self._lab.groups

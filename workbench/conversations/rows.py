@@ -19,7 +19,7 @@ from workbench.data.prompts import Prompts
 from workbench.data.user_functions import are_messages
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.models.control_tokens import as_text
+from workbench.models.control_tokens import escape
 from workbench.models.tokenizers import is_text, render_reply, turn_end
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import derive_seed
@@ -126,7 +126,7 @@ def as_answer(tokenizer: PreTrainedTokenizerBase, answer: Any, turn: Turn) -> li
     if not are_messages(answer):
         rule = "messages have a role and a content, and no half characters"
         raise BadInput(f"answer={shown(answer)}", rule, "answer=[{'role': 'tool', 'content': '= 42'}]")
-    return render_reply(tokenizer, as_text(tokenizer, answer), after=turn.token_ids[-1])
+    return render_reply(tokenizer, escape(tokenizer, answer), after=turn.token_ids[-1])
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -135,13 +135,13 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-TRAVELS = ("temperature", "truncation", "weights_version")  # entries of a rollout's meta that batches of chats get
+COPIED_META = ("temperature", "truncation", "weights_version")  # entries of a rollout's meta that batches of chats get
 STAGE = "conversation/stages"  # the name under which a conversation's stages report their metrics
 
 
 class Continuations:
     """Samples continuations of a turn, each time with other random numbers. row: the prompt's columns, see `row_table`.
-    meta: the entries `TRAVELS` of the newest rollout's meta."""
+    meta: the entries `COPIED_META` of the newest rollout's meta."""
 
     def __init__(self, lab: Lab, row: Table, seed: int) -> None:
         self._lab, self._row, self._seed, self._draws = lab, row, seed, 0
@@ -176,7 +176,7 @@ class Continuations:
                 valued = self._lab.critic.compute_values(batch)
                 # a continuation whose environment failed at once has no token, and so no value
                 critic = next((row[0] for row in lists(valued.fetch(["values"]), "values") if row), None)
-        self.meta = {name: meta[name] for name in TRAVELS if name in meta}
+        self.meta = {name: meta[name] for name in COPIED_META if name in meta}
         return found, critic, int(meta.get("weights_version", 0))
 
 

@@ -29,7 +29,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class AnsweredTurn:
     """An answered turn, to be replayed to a new environment. ids, lead_ids: as `response_ids`, `lead_ids` of `Turn`.
     reward, observed: from the first answer, see `Reply`."""
 
@@ -64,7 +64,7 @@ RULE = "its answers must follow from sample_seed and the turns"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ReplayedTurn:
     """A turn to replay to an environment. text, more: the arguments of `step`, see `Environments.arguments`. reward,
     done: from the first answer. observed: `digest` of its observation; "": unknown, and not compared."""
 
@@ -92,7 +92,7 @@ class Resumed:
 
     make: Callable[[], Any]
     sample_seed: int
-    said: Sequence[Said]
+    turns: Sequence[ReplayedTurn]
     began: str = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class Resumed:
         first, _ = yield user_functions.reset(lambda: environment, state, 0, row)
         if self.began and digest(first) != self.began:
             raise RuntimeError(f"reset gave {shown(first)} where it gave something else before: {RULE}")
-        for number, turn in enumerate(self.said):
+        for number, turn in enumerate(self.turns):
             answer = yield user_functions.step(self.make, state, 0, turn.text, turn.more)
             observation, reward, done = user_functions.checked_reply(answer)
             if not done and turn.observed and digest(observation) != turn.observed:
@@ -137,11 +137,11 @@ class Resumed:
 
 
 def resume(
-    make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapping[str, Any], said: Sequence[Said],
+    make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapping[str, Any], turns: Sequence[ReplayedTurn],
     began: str = "",
 ) -> Any:  # fmt: skip
     """Make the environment of a row, and replay earlier turns to it. Returns as `user_functions.reset` does."""
-    resumed = Resumed(make=make, sample_seed=values["sample_seed"], said=said, began=began)
+    resumed = Resumed(make=make, sample_seed=values["sample_seed"], turns=turns, began=began)
     return user_functions.reset(resumed, state, row, values)
 
 

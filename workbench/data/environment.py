@@ -43,11 +43,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.data import conversation_turns, user_functions
-from workbench.data.conversation_turns import Reply, Said, Told, Turn
+from workbench.data.conversation_turns import AnsweredTurn, ReplayedTurn, Reply, Turn
 from workbench.data.user_functions import failure_of
 from workbench.errors import BadInput, RolloutError
 from workbench.errors.plain_text import plain_text
-from workbench.models.control_tokens import Value, as_text, encoded
+from workbench.models.control_tokens import Value, encoded, escape
 from workbench.models.tokenizers import render_reply
 from workbench.models.turn_messages import TurnReader, check_template, response_template, schema_of, with_tools
 from workbench.settings.engines import Sampling
@@ -118,7 +118,7 @@ class Environments:
         self._max_model_tokens = max_model_tokens
         self._where, self._row_numbers = where, row_numbers
         self._processes = [_Process(calls=one, concurrency=sampling.concurrency) for one in calls]
-        self._asking: set[int] = set()  # rows whose environments take turns as messages
+        self._wants_messages: set[int] = set()  # rows whose environments take turns as messages
         self._sessions = contextlib.ExitStack()
         self._given_up: set[int] = set()  # rows that ended while their environment was still answering
         self._begun_s: dict[int, float] = {}
@@ -162,26 +162,26 @@ class Environments:
         call = _Call(method="reset", room=room)
         self._submit(row, call, user_functions.reset, user_functions.checked_beginning, self._rows[row])
 
-    def resume(self, row: int, told: Sequence[Told], began: str = "") -> None:
+    def resume(self, row: int, turns: Sequence[AnsweredTurn], began: str = "") -> None:
         """Make the environment of a row, and replay earlier turns to it; its reply is empty, or has `again` if it
         answers differently than before. began: `observed` of the reply to its first `reset`."""
         with contextlib.suppress(BadInput):  # if the tokenizer's tool calls cannot be read, turns have no messages
             self._reader  # noqa: B018
-            self._asking.add(row)
-        said = []
-        for turn in told:
+            self._wants_messages.add(row)
+        replayed = []
+        for turn in turns:
             text, more = self.arguments(Turn(row=row, response_ids=turn.ids, lead_ids=turn.lead_ids))
-            said.append(Said(text=text, more=more, reward=turn.reward, done=False, observed=turn.observed))
+            replayed.append(ReplayedTurn(text=text, more=more, reward=turn.reward, done=False, observed=turn.observed))
         self._of(row).made.add(row)
         self._begun_s[row] = time.monotonic()
-        calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in said)
+        calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in replayed)
         self._calls_made[row] = sum(map(len, calls))
         call = _Call(method="resume")
         self._submit(
-            row, call, conversation_turns.resume, user_functions.checked_beginning, self._rows[row], said, began
+            row, call, conversation_turns.resume, user_functions.checked_beginning, self._rows[row], replayed, began
         )
 
-    def say(self, turn: Turn) -> None:
+    def send_turn(self, turn: Turn) -> None:
         """Give the environment of a row the policy's turn."""
         row = turn.row
         if row not in self._of(row).made:  # the environment was lost with its process
@@ -209,7 +209,7 @@ class Environments:
         """Return the arguments of `step` for a turn: its text, and further values by parameter name."""
         ids = turn.response_ids
         more: dict[str, Any] = dict(zip(user_functions.RAW_RESPONSE, (self._tokenizer.decode(ids), ids), strict=True))
-        if turn.row in self._asking or self._sampling.max_calls is not None:
+        if turn.row in self._wants_messages or self._sampling.max_calls is not None:
             more[user_functions.MESSAGE] = self._reader.message(ids, lead_ids=turn.lead_ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)), more
 
@@ -284,7 +284,7 @@ class Environments:
                 return Reply(summary_ids=self._encode(answer))
             if call.method != "step":
                 first, asks = answer
-                (self._asking.add if asks else self._asking.discard)(row)
+                (self._wants_messages.add if asks else self._wants_messages.discard)(row)
                 if call.method == "resume":
                     return Reply()
                 reply = self._opening(row, first) if isinstance(first, list) else self._first(row, call.room, first)
@@ -311,8 +311,8 @@ class Environments:
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
         """Return the reply with the prompt for a conversation that begins with messages."""
         with self._as_failure("reset", row):
-            said, tools = self._said((messages, [] if self._shown else self._tools))
-            prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, said, tools, self._form))
+            marked, tools = self._escape((messages, [] if self._shown else self._tools))
+            prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, marked, tools, self._form))
         if len(prompt_ids) < self._max_model_tokens:
             return Reply(prompt_ids=prompt_ids)
         why = CallFailed(
@@ -332,7 +332,7 @@ class Environments:
         if not observation:
             return []
         with self._as_failure("step", row):
-            return render_reply(self._tokenizer, self._said(observation), after=call.last)
+            return render_reply(self._tokenizer, self._escape(observation), after=call.last)
 
     @contextlib.contextmanager
     def _as_failure(self, method: str, row: int) -> Iterator[None]:
@@ -348,11 +348,11 @@ class Environments:
             raise self._error(method, row, why) from problem
 
     def _encode(self, text: str | None) -> list[int]:
-        return encoded(self._tokenizer, self._said(text)) if text else []
+        return encoded(self._tokenizer, self._escape(text)) if text else []
 
-    def _said(self, value: Value) -> Value:
+    def _escape(self, value: Value) -> Value:
         """Mark control tokens in an environment's text or messages as text, unless its class has `control_tokens`."""
-        return value if self._control else as_text(self._tokenizer, value)
+        return value if self._control else escape(self._tokenizer, value)
 
     def _close(self) -> list[RolloutError]:
         """Close the environments in use; return the errors."""

@@ -28,7 +28,7 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools
 from workbench.models.chat_template import unread
-from workbench.models.control_tokens import as_text, encoded
+from workbench.models.control_tokens import encoded, escape
 from workbench.models.tokenizers import REASONING, AnswerFormat, render_reply, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
@@ -231,7 +231,7 @@ class Examples(EpochRows[Tokenized]):
             self.unread |= unread(tokenizer, () if isinstance(prompt, str) else prompt, tools)
             self.unread |= unread(tokenizer, itertools.chain(*said), ()).difference(REASONING)
         if not self.control_tokens:
-            before, (prompt, said, tools) = (prompt, said, tools), as_text(tokenizer, (prompt, said, tools))
+            before, (prompt, said, tools) = (prompt, said, tools), escape(tokenizer, (prompt, said, tools))
             self.with_control_tokens += before != (prompt, said, tools)
         prompt_ids = render_prompt(tokenizer, prompt, chat=with_row_tools(chat, tools, tokenizer))
         found = [self._turns(one) if chat else self._plain(one) for one in said]
@@ -324,7 +324,7 @@ class ExampleStream:
         """The kind, position and identity of the rows, as plain values."""
         return {"kind": self.examples.kind, "drawn": self.drawn, "examples": self.examples.state_dict()}
 
-    def take_up(self, state: Mapping[str, Any]) -> bool:
+    def resume_if_same(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state` if it belongs to a stream of the same rows. Return whether it does."""
         now = {**self.examples.state_dict(), "position": state["examples"]["position"]}
         if state["kind"] != self.examples.kind or state["examples"] != now:

@@ -17,7 +17,7 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import checked
 
 ANSWERS = ("yes", "no", "maybe")
@@ -63,7 +63,8 @@ def instructions(
 
 def _followed(name: str, response: str, values: Mapping[str, Any]) -> bool:
     if name not in INSTRUCTIONS:
-        raise BadInput(f"instruction {name!r}", f"there are {', '.join(INSTRUCTIONS)}", meant(name, INSTRUCTIONS, repr))
+        rule = f"there are {', '.join(INSTRUCTIONS)}"
+        raise BadInput(f"instruction {name!r}", rule, remedy_for(name, INSTRUCTIONS, repr))
     arguments = {key: value for key, value in values.items() if value is not None}
     try:
         return bool(response.strip()) and bool(INSTRUCTIONS[name](response, **arguments))

@@ -129,7 +129,7 @@ class Ledger:
         if versions := meta.get("weights_versions"):
             draws["version"] = [versions.get(str(uid), meta.get("weights_version", 0)) for uid in draws["uid"].tolist()]
         for name, values in (
-            ("responses", np.ones(len(uids), np.int64)), ("passed", rewards >= np.float32(self.threshold)),
+            ("responses", np.ones(len(uids), np.int64)), ("passed", np.float32(rewards) >= np.float32(self.threshold)),
             ("tokens", tokens), ("total", rewards), ("squares", rewards**2),
         ):  # fmt: skip
             np.add.at(draws[name], of_row, values)

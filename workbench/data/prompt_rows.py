@@ -22,7 +22,7 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools, written_tokens
 from workbench.models.chat_template import unread
-from workbench.models.control_tokens import as_text
+from workbench.models.control_tokens import escape
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
@@ -184,7 +184,7 @@ class PromptReader(ABC):
         over = f"over {self.max_prompt_tokens} tokens"
         return counts(over, self.cut, self.dropped, self.skipped, self.with_control_tokens)
 
-    def told(self, many: str, place: str) -> str:
+    def repr_text(self, many: str, place: str) -> str:
         """Return the repr of prompts. many: their number; place: their position, both in words."""
         many += f", {self.dropped} too long" if self.dropped else ""
         many += f", {self.skipped.total} bad skipped" if self.skipped else ""
@@ -192,7 +192,7 @@ class PromptReader(ABC):
         read = f", read as {self.read_as.partition(':')[0]}" if self.read_as else ""
         return f"Prompts({reprlib.repr(self._name)[1:-1]}, {many}, {place}{read})"
 
-    def pictured(self, following: Sequence[PromptRow], summary: str) -> str:
+    def html_table(self, following: Sequence[PromptRow], summary: str) -> str:
         rows = [
             {"index": row.index, "prompt": short(row.prompt, 200), "tokens": len(row.prompt_ids),
              "other columns": ", ".join(f"{key}={short(str(value), 40)}" for key, value in row.extra.items())}
@@ -226,7 +226,7 @@ class PromptReader(ABC):
         self.other_tools += not tools and bool(extra.get("tools"))
         self.unread |= unread(self._tokenizer, _messages(conversation) or (), tools)
         ids = self.render(conversation, tools=tools)
-        self.with_control_tokens += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
+        self.with_control_tokens += not self.control_tokens and escape(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:
             return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
         if self.overlong == "error":
@@ -246,11 +246,11 @@ class PromptReader(ABC):
         """Return the token ids of a text or of messages, rendered like the other prompts. called: its name in a
         `BadInput`. tools: the row's tools, see `row_tools`."""
         whole = self._whole(called, conversation)
-        read = whole if self.control_tokens else as_text(self._tokenizer, whole)
+        read = whole if self.control_tokens else escape(self._tokenizer, whole)
         return render_prompt(self._tokenizer, read, chat=self._with(tools))
 
     def _with(self, tools: Sequence[Any]) -> Any:
-        read = tools if self.control_tokens else as_text(self._tokenizer, tools)
+        read = tools if self.control_tokens else escape(self._tokenizer, tools)
         return with_row_tools(self._chat, read, self._tokenizer)
 
     def show(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> WrittenTokens:

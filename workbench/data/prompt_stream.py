@@ -22,7 +22,7 @@ from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
-from workbench.errors.containing import passes
+from workbench.errors.containing import must_propagate
 from workbench.errors.plain_text import said, shown
 from workbench.settings.engines import Generation
 from workbench.support.assigned import AssignedFunction
@@ -50,7 +50,7 @@ def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...
     try:
         found = order(given)
     except BaseException as error:
-        if passes(error):
+        if must_propagate(error):
             raise
         raise BadInput(
             f"{called} raised {type(error).__name__}: {said(error)}", RULE, f"correct it, as in {EXAMPLE}"
@@ -287,11 +287,11 @@ class PromptStream(NamedAttributes):
         kept = {} if self.records is None else {"order": self._order.name, "threshold": self.records.threshold}
         return {**self.source.state_dict(), **kept}
 
-    def go_back(self) -> None:
+    def reset(self) -> None:
         """Start again from the first prompts."""
-        self.go_on(0, self._first, None)
+        self.restore(0, self._first, None)
 
-    def go_on(
+    def restore(
         self, drawn: int, state: dict[str, Any] | None, ledger: bytes | None, changes: Sequence[bytes] = ()
     ) -> None:
         """Continue from an earlier `drawn` and `state`. ledger, changes: `Ledger.state`, and the changes since; None:
@@ -307,11 +307,11 @@ class PromptStream(NamedAttributes):
             else:
                 self.records.load_state(ledger, changes)
 
-    def kept(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present position and ledger."""
         drawn, ledger = self.drawn, None if self.records is None else self.records.state()
         position = None if self.source is None else self.source.state_dict()
-        return lambda: self.go_on(drawn, position, ledger)
+        return lambda: self.restore(drawn, position, ledger)
 
     def _draw(self, n: int, *, begins: bool, iteration: int | None = None) -> Batch:
         self._feed.check_ready()

@@ -155,12 +155,12 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
 
     def __repr__(self) -> str:
         place = f"epoch {self.epoch}, next {self.position % len(self)}"
-        return self.told(f"{len(self)} prompts", place)
+        return self.repr_text(f"{len(self)} prompts", place)
 
     def _repr_html_(self) -> str:
         """Return the summary and the next three rows, without drawing them."""
         following = [self.at(self.position + i) for i in range(min(3, len(self)))]
-        return self.pictured(following, f"{self.summary}; epoch {self.epoch}, next {self.position % len(self)}")
+        return self.html_table(following, f"{self.summary}; epoch {self.epoch}, next {self.position % len(self)}")
 
     def numbers_of(self, row: PromptRow) -> list[list[int]]:
         return [[row.index, len(row.prompt_ids), *row.prompt_ids]]

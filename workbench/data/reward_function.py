@@ -29,7 +29,7 @@ from workbench.support.calls.needs import check_needs
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.server import CallFailed
 from workbench.support.calls.sessions import UserCalls
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import Number
 
 RewardFunction = Callable[..., Any]
@@ -68,7 +68,7 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
-            near = meant(parameter.name, given, repr)
+            near = remedy_for(parameter.name, given, repr)
             raise BadInput(
                 f"reward function {name_of(function)} takes {parameter.name!r}",
                 f"it is called with what a row has, by name: {', '.join(given)}",
@@ -76,12 +76,12 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
             )
 
 
-class _Enough(Exception):
+class _TooManyFailures(Exception):
     """So many calls have failed that the stage fails, whatever the results of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class FunctionCaller:
     """How a user's function is called. calls: the user calls of this role. concurrency, timeout_s: see `Session.each`.
     retries: how often a failed call is repeated, after all others. most: with more failed rows than this, no further
     call is begun. tick: called twenty times a second with the number of ended calls."""
@@ -93,7 +93,7 @@ class Asking:
     most: float = math.inf
     tick: Callable[[int], None] = lambda ended: None
 
-    def ask(
+    def call_all(
         self,
         function: Any,
         invoke: Callable[..., Any],
@@ -120,7 +120,7 @@ class Asking:
                 return
             failures[i] = error(i, why)
             if sum(sizes[one] for one in failures) > self.most:
-                raise _Enough
+                raise _TooManyFailures
 
         rounds: list[tuple[list[int], int | None]] = [(list(range(len(arguments))), self.concurrency)]
         try:
@@ -135,7 +135,7 @@ class Asking:
                         tick=lambda: self.tick(len(answers) + len(failures)),
                     )  # fmt: skip
                 rounds += [some for some in ((others, at_once), (begun, 1)) if some[0]]
-        except _Enough:
+        except _TooManyFailures:
             for i in range(len(arguments)):
                 if i not in answers and i not in failures:
                     failures[i] = error(i, CallFailed(NOT_ASKED, "so many rows failed before that the stage fails"))
@@ -154,7 +154,7 @@ def score_rows(
     rows: Sequence[Mapping[str, Any]],
     response_tokens: Sequence[int | Steps],
     *,
-    asking: Asking,
+    caller: FunctionCaller,
     where: str,
     row_numbers: Sequence[int],
 ) -> tuple[list[Score | None], dict[int, RewardError]]:
@@ -174,7 +174,7 @@ def score_rows(
 
     scores: dict[int, Score]
     calls = list(zip(rows, response_tokens, strict=True))
-    scores, failures = asking.ask(function, score, checked_score, calls, error)
+    scores, failures = caller.call_all(function, score, checked_score, calls, error)
     first = next((i for i in range(len(rows)) if i in scores), 0)
     for i, found in sorted(scores.items()):
         if isinstance(found, list) != isinstance(scores[first], list):
@@ -189,7 +189,7 @@ def score_groups(
     groups: Sequence[Sequence[Mapping[str, Any]]],
     response_tokens: Sequence[Sequence[int | Steps]],
     *,
-    asking: Asking,
+    caller: FunctionCaller,
     where: str,
     row_numbers: Sequence[Sequence[int]],
 ) -> tuple[dict[int, list[Score]], dict[int, RewardError]]:
@@ -200,4 +200,4 @@ def score_groups(
         return failure_of(RewardError, f"reward function {name_of(function)}", of, groups[i][0], why, RULE_OF_MANY)
 
     calls = list(zip(groups, response_tokens, strict=True))
-    return asking.ask(function, score_together, checked_scores, calls, error, list(map(len, groups)))
+    return caller.call_all(function, score_together, checked_scores, calls, error, list(map(len, groups)))

@@ -164,7 +164,7 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     Raises `BadInput` (empty, malformed or unknown source; with file and line number), `MissingDependency` (the library
     that reads a file or hub id is missing), `ModelUnavailable` (hub id that cannot be fetched).
     """
-    name, items = _placed(source)
+    name, items = _named_rows(source)
     rows, first = Rows(name, Skipped(bad_rows)), None
     for placed in items:
         first = first or placed
@@ -205,7 +205,7 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
     return row
 
 
-def _placed(source: Source) -> tuple[str, Iterable[Placed]]:
+def _named_rows(source: Source) -> tuple[str, Iterable[Placed]]:
     """Return a source's name for messages, and an iterable of its rows."""
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
         return _of_file(Path(source).expanduser())

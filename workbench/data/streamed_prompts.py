@@ -39,7 +39,7 @@ class StreamedPrompts(PromptReader):
         self._columns = tuple(self._in_our_columns(row))
         self._column = prompt_column_of(self._in_our_columns(row), column)
         self._place: Position = (0, 0, 0)
-        self._stream = self._placed()
+        self._stream = self._positioned_rows()
 
     def next(self, n: int, *, one_epoch: bool = False) -> list[PromptRow]:
         """Draw the next `n` prompts. At the end of an epoch the next epoch begins; with `one_epoch`, stop there."""
@@ -86,7 +86,7 @@ class StreamedPrompts(PromptReader):
         return ", ".join([f"a stream of {rows}, {self.position} prompts drawn", *self.counts()])
 
     def __repr__(self) -> str:
-        return self.told("streamed", f"epoch {self.epoch}, {self.position} drawn")
+        return self.repr_text("streamed", f"epoch {self.epoch}, {self.position} drawn")
 
     def _repr_html_(self) -> str:
         """Return the summary and the next three rows, without drawing them."""
@@ -96,7 +96,7 @@ class StreamedPrompts(PromptReader):
         except BadInput:  # drawing the rows will report this error
             following = []
         self.load_state_dict(state)
-        return self.pictured(following, f"{self.summary}; epoch {self.epoch}")
+        return self.html_table(following, f"{self.summary}; epoch {self.epoch}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's position and identity as plain values, which JSON can hold."""
@@ -116,7 +116,7 @@ class StreamedPrompts(PromptReader):
         self._place, self.position = (epoch, block, row), state["position"]
         self.dropped, self.cut, self.skipped.total = (state["counts"][name] for name in ("dropped", "cut", "skipped"))
         del self.skipped[self.skipped.total :]
-        self._stream = self._placed()
+        self._stream = self._positioned_rows()
 
     def _identity(self) -> dict[str, Any]:
         """Return the values that decide the order of the prompts."""
@@ -143,7 +143,7 @@ class StreamedPrompts(PromptReader):
             return None
         return self.prompt(placed.number, self._in_our_columns(row), self._column, placed.place)
 
-    def _placed(self) -> Iterator[tuple[Position, Placed | None]]:
+    def _positioned_rows(self) -> Iterator[tuple[Position, Placed | None]]:
         """Yield (position after the row, row) from the stream's position on; at the end of a block the row is None."""
         epoch, done, row = self._place
         while True:

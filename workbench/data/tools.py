@@ -231,7 +231,7 @@ class ToolConversation:
         except _WrongCall as wrong:
             return f"Error: {short(str(wrong), self._tools.max_characters)}"
         try:
-            text = as_text(tool.name, await self._result(tool, arguments))
+            text = result_text(tool.name, await self._result(tool, arguments))
             if len(text) > self._tools.max_characters and self._tools.on_error == "fail":
                 raise ToolFailed(f"{tool.name} returned {len(text)} characters, over {self._tools.max_characters}")
         except ToolFailed as failure:
@@ -255,7 +255,7 @@ class ToolConversation:
             raise ToolFailed(f"{tool.name} raised {type(error).__name__}: {plain_text(str(error))}") from error
 
 
-def as_text(name: str, result: Any) -> str:
+def result_text(name: str, result: Any) -> str:
     """Return a tool's result as text for the model: a text unchanged, other values as JSON. Raises `ToolFailed` for a
     value that JSON cannot hold."""
     try:

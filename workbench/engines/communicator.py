@@ -203,7 +203,7 @@ class ParallelGroups:
         return self.tensor.moved_bytes
 
     @property
-    def counts(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank's outputs and metrics count for its replica: it is the first tensor rank of the last stage.
         The replica's other ranks have the same rows."""
         return self.tensor.rank == 0 and self.last

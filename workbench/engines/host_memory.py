@@ -54,10 +54,10 @@ class HostMemory:
         parts = list(self._away.values())  # other threads read this during moves
         return sum(emptied.nbytes for part in parts for emptied in list(part.emptied) if emptied.kept is not None)
 
-    def take(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
+    def offload(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
         """Offload the named parts that are not offloaded yet; return the freed bytes.
 
-        keep: False drops the bytes of tensors that will be written anew: `give_back` then only allocates memory.
+        keep: False drops the bytes of tensors that will be written anew: `load` then only allocates memory.
         """
         new = [name for name in names if name not in self._away]
         _leave_mapped_files([tensor for name in new for tensor in parts[name]])
@@ -76,13 +76,13 @@ class HostMemory:
                 away, room = self._away[name], _Room(pinned=device.type == "cuda")
                 for storage in storages:
                     kept = room.take(storage.nbytes()) if keep else None
-                    move.leave(storage, kept or ())
+                    move.copy_out(storage, kept or ())
                     away.emptied.append(_Emptied(storage, storage.nbytes(), kept))
                     storage.resize_(0)
                 away.arrived = move.event()
         return freed
 
-    def give_back(self, names: Iterable[str]) -> int:
+    def load(self, names: Iterable[str]) -> int:
         """Load the named parts that are offloaded back onto their device; return their bytes."""
         coming = {name: self._away[name] for name in names if name in self._away}
         every = [emptied for part in coming.values() for emptied in part.emptied]
@@ -101,7 +101,7 @@ class HostMemory:
                 for part in coming.values():
                     move.wait_for(part.arrived)
                     for emptied in part.emptied:
-                        move.come(emptied.storage, emptied.kept or ())
+                        move.copy_in(emptied.storage, emptied.kept or ())
         for name in coming:
             del self._away[name]
         return taken
@@ -159,14 +159,14 @@ class _Move:
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
-    def leave(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
+    def copy_out(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
         """Copy all bytes of a storage to these pieces of host memory. The storage may be emptied at once: torch reuses
         its memory only after the copies, or orders the reuse after them."""
         there = self._copy(storage, kept, back=False)
         if self._stream is not None:
             there.record_stream(self._stream)
 
-    def come(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
+    def copy_in(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
         """Copy all bytes of a storage from these pieces; later work on the current stream sees them."""
         self._copy(storage, kept, back=True)
         if self._stream is not None:

@@ -14,7 +14,7 @@ class Signal(BaseException):
     """Base class of our own control-flow exceptions, which error handlers let through."""
 
 
-def passes(error: BaseException) -> bool:
+def must_propagate(error: BaseException) -> bool:
     """Whether an exception has to pass all handlers: a `Signal` of ours, or a `KeyboardInterrupt` in the main thread
     (the stop button interrupts only this thread)."""
     if isinstance(error, KeyboardInterrupt):
@@ -22,8 +22,8 @@ def passes(error: BaseException) -> bool:
     return isinstance(error, Signal)
 
 
-def contained(error: BaseException) -> Exception:
-    """Return an `Exception` for an error that is not to pass (see `passes`): itself, or a `StageError` caused by it."""
+def as_exception(error: BaseException) -> Exception:
+    """Return an `Exception` for an error that need not propagate: itself, or a `StageError` caused by it."""
     if isinstance(error, Exception):
         return error
     found = StageError(
@@ -40,6 +40,6 @@ def containing() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Exception) or passes(error):
+        if isinstance(error, Exception) or must_propagate(error):
             raise
-        raise contained(error) from error
+        raise as_exception(error) from error

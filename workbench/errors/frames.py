@@ -45,7 +45,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Left:
+class Omitted:
     """Library frames that are not shown: their number, the names of the libraries, and the last frame."""
 
     count: int
@@ -65,7 +65,7 @@ class Raised:
 
     kind: str
     message: str
-    frames: tuple[Frame | Left, ...]
+    frames: tuple[Frame | Omitted, ...]
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
         """Return the exception as Python prints it, without the "Traceback" heading."""
@@ -107,13 +107,13 @@ def is_users(file: str) -> bool:
     return not is_ours(file) and not file.startswith((*LIBRARIES, "<frozen")) and "-packages/" not in file
 
 
-def _shown(frames: Sequence[traceback.FrameSummary]) -> Iterator[Frame | Left]:
+def _shown(frames: Sequence[traceback.FrameSummary]) -> Iterator[Frame | Omitted]:
     kept = [frame for frame in frames if not frame.filename.startswith(DISPATCH)]
     for foreign, run in groupby(kept, key=lambda f: not is_ours(f.filename) and not is_users(f.filename)):
         these = [Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in run]
         if foreign:
             names = dict.fromkeys(frame.file.rpartition("-packages/")[2].partition("/")[0] for frame in these)
-            yield Left(len(these), tuple("Python" if n.endswith(".py") or not n else n for n in names), these[-1])
+            yield Omitted(len(these), tuple("Python" if n.endswith(".py") or not n else n for n in names), these[-1])
         else:
             yield from these
 
@@ -197,16 +197,16 @@ def rendered(error: WorkbenchError) -> list[str]:
     # a plain error of the same name, without causes: `block` contains them already
     plain = type(type(error).__name__, (Exception,), {"__module__": "builtins"})(block(error))
     try:
-        return list(shown.structured_traceback(type(plain), plain, _of_user(trace), tb_offset=0))
+        return list(shown.structured_traceback(type(plain), plain, _user_frames(trace), tb_offset=0))
     finally:
         shown.tb = trace  # the traceback that `%debug` enters
 
 
-def _of_user(trace: TracebackType | None) -> TracebackType | None:
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback with only the frames of user code: neither ours nor a library's."""
     if trace is None:
         return None
-    rest = _of_user(trace.tb_next)
+    rest = _user_frames(trace.tb_next)
     if not is_users(trace.tb_frame.f_code.co_filename):
         return rest
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

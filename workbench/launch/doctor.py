@@ -128,9 +128,9 @@ def examine(*, deep: bool = False) -> Report:
     gpus = read_gpus()
     with ThreadPoolExecutor() as pool:
         probe = pool.submit(_run, _DEVICES) if deep else None
-        engines = list(pool.map(imported if deep else looked_at, ENGINES))
+        engines = list(pool.map(check_import if deep else check_files, ENGINES))
         seen = None if probe is None else probe.result().stdout.splitlines()
-    builds = _builds(gpus, cuda_of_torch(), _said_by_driver() if gpus else "")
+    builds = _builds(gpus, cuda_of_torch(), _nvidia_smi() if gpus else "")
     checks = (*engines, _versions(), _compiler(), _devices(gpus, seen), *builds, *_machine())
     return Report((*checks, _bundled_model(), _sandbox()), deep)
 
@@ -149,7 +149,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def looked_at(name: str) -> Check:
+def check_files(name: str) -> Check:
     """Check an engine by its files on the disk."""
     engine = ENGINES[name]
     problem, remedy = next(_problems(engine), ("", ""))
@@ -172,14 +172,14 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
             yield f"{file} is missing: the package is not whole, or for another Python", MAKE
     if "transformers" in engine.modules and _folders("torchvision"):
         # a torchvision that was built for another torch breaks every transformers model
-        builds = [build[1] for package in ("torchvision", "torch") if (build := _told(package, BUILD))]
+        builds = [build[1] for package in ("torchvision", "torch") if (build := _match_version(package, BUILD))]
         if len({*builds}) > 1:
             yield f"torchvision is built for {builds[0]}, torch for {builds[1]}", UNINSTALL
 
 
-def imported(name: str) -> Check:
+def check_import(name: str) -> Check:
     """Check an engine by importing it."""
-    check = looked_at(name)
+    check = check_files(name)
     probe = _run(ENGINES[name].code) if check.ok else None
     if probe is None or probe.returncode == 0:
         return check
@@ -197,7 +197,7 @@ def _folders(package: str) -> list[Path]:
 BUILD = r"^__version__ *= *'[^'+]*\+(cpu|cu\d+|rocm[\d.]+)'"  # "cu130" in "2.13.0+cu130"; not every build has it
 
 
-def _told(package: str, pattern: str) -> re.Match[str] | None:
+def _match_version(package: str, pattern: str) -> re.Match[str] | None:
     """Return the match of a pattern in version.py of torch or torchvision."""
     files = (folder / "version.py" for folder in _folders(package))
     return next((re.search(pattern, file.read_text(), re.MULTILINE) for file in files if file.is_file()), None)
@@ -205,7 +205,7 @@ def _told(package: str, pattern: str) -> re.Match[str] | None:
 
 def cuda_of_torch() -> str | None:
     """Return the CUDA version that torch was built for; None: for the CPU."""
-    found = _told("torch", r"^cuda\b.*= *'([^']+)'")
+    found = _match_version("torch", r"^cuda\b.*= *'([^']+)'")
     return found[1] if found else None
 
 
@@ -273,7 +273,7 @@ def bf16_is_fast(gpus: Sequence[Gpu]) -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16"})
 
 
-def _said_by_driver() -> str:
+def _nvidia_smi() -> str:
     try:
         return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

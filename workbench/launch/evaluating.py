@@ -18,7 +18,7 @@ from workbench.errors import BadInput
 from workbench.launch.opening import restore
 from workbench.session.checkpoint import find_checkpoint
 from workbench.settings.engines import Sampling
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -66,7 +66,7 @@ def verifier(name: str) -> Any:
     """Return a function of `wb.verifiers` by name."""
     if name not in VERIFIERS:
         rule = f"there are {', '.join(VERIFIERS)}"
-        raise BadInput(f"--reward {name}", rule, meant(name, VERIFIERS, "--reward {}".format))
+        raise BadInput(f"--reward {name}", rule, remedy_for(name, VERIFIERS, "--reward {}".format))
     return getattr(verifiers, name)
 
 

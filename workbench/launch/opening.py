@@ -32,7 +32,7 @@ from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments
 from workbench.launch.arguments import overridable
-from workbench.models.chat_format import template_doubts
+from workbench.models.chat_format import template_warnings
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.checkpoint import Checkpoint, find_checkpoint
@@ -109,7 +109,7 @@ def say_at_opening(lab: Workbench) -> None:
     if 0 < description.gpus < 1:
         print(f"each of the {description.devices} devices is {description.gpus:g} of a GPU, and of its memory")
     for role, model in description.models.items():
-        if model.trained and model.training is not None and (doubt := model.training.doubt(role)):
+        if model.trained and model.training is not None and (doubt := model.training.learning_rate_warning(role)):
             print(doubt)
     if in_notebook() and description.backend == "ray":
         name = lab.name
@@ -128,7 +128,7 @@ def _about_prompts(lab: Workbench) -> list[str]:
     first = source.at(source.position) if isinstance(source, Prompts) else None
     ids, text = ([], "") if first is None else (first.prompt_ids, first.prompt)
     unread = source.unread if source is not None else ()
-    return read + template_doubts(lab.runner.batches.tokenizer, ids, text, unread)
+    return read + template_warnings(lab.runner.batches.tokenizer, ids, text, unread)
 
 
 ROOM_BYTES = 64 * 2**10  # for the first lines of telemetry

@@ -220,14 +220,14 @@ class CostModel:
             calls=layout.size,
         )
 
-    def train(self, role: RoleModel, layout: Layout, again: bool | None = None) -> Terms:
-        """Return the terms of an update. again: whether activations are recomputed; None: as in the settings."""
+    def train(self, role: RoleModel, layout: Layout, recomputed: bool | None = None) -> Terms:
+        """Return the terms of an update. recomputed: whether activations are; None: as in the settings."""
         work = self.workload
         tokens, micro, slots = self._passes(role, layout, work.rows / work.updates)
-        again = role.training.activation_checkpointing if again is None else again
+        recomputed = role.training.activation_checkpointing if recomputed is None else recomputed
         forward = self._forward(role, layout.t, tokens, work.mean_context)
         backward = self._backward(role, layout.t, tokens, work.mean_context)
-        passed_s = (1 + again) * self._pipeline(layout, micro, forward) + self._pipeline(layout, micro, backward)
+        passed_s = (1 + recomputed) * self._pipeline(layout, micro, forward) + self._pipeline(layout, micro, backward)
         own = role.trained_elements / (layout.p * layout.t)
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)
@@ -236,11 +236,11 @@ class CostModel:
             gathered = self._gather(role.frozen_bytes * own, layout.d, stride)
             summed = self._gather(4 * own, layout.d, stride) + gathered
             if role.engine == "zero3":
-                summed += (2 + again) * micro * gathered
+                summed += (2 + recomputed) * micro * gathered
         stepped = self._streamed(OPTIMIZER_BYTES * own / (layout.d if sharded else 1))
         return Terms(
-            passes=passed_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
-            links=self._links(role, layout, tokens, slots, 6 if again else 4) + summed,
+            passes=passed_s + stepped + self._starts((2 + recomputed) * role.layers / layout.p * slots),
+            links=self._links(role, layout, tokens, slots, 6 if recomputed else 4) + summed,
         ) * (work.updates * work.epochs) + Terms(calls=layout.size)
 
     def row_bytes(self, role: RoleModel, t_g: int) -> float:

@@ -31,7 +31,7 @@ class Option:
     layout: of training, and of all calls without their own layout; with t_g if training's ranks gather to generation's.
     inference, own_t_g: the layout of forward passes and the tensor ranks of generation, if they differ from `layout`.
     lasting, passing: bytes on the fullest device: always, or only while the role computes. seconds: of the role's calls
-    by stage, without generation, whose time depends on the cache. again: whether training recomputes activations.
+    by stage, without generation, whose time depends on the cache. recomputed: whether training recomputes activations.
     """
 
     layout: Layout
@@ -40,7 +40,7 @@ class Option:
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     inference: Layout | None = None
     own_t_g: int | None = None
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def t_g(self) -> int:
@@ -77,8 +77,8 @@ class RoleOptions:
         return self.model.workload.engine == "cluster" and self.role.engine == "torch"
 
     @cached_property
-    def agains(self) -> tuple[bool, ...]:
-        """The allowed values of `Option.again`: keep activations (False), recompute them (True), or both to try."""
+    def recompute_modes(self) -> tuple[bool, ...]:
+        """The allowed values of `Option.recomputed`: keep activations (False), recompute (True), or both to try."""
         set_to = self.role.training.activation_checkpointing
         trains = any(call.kind == "train" for call in self.calls)
         return (False, True) if self._cuts_optimizer and set_to and trains else (set_to,)
@@ -109,25 +109,25 @@ class RoleOptions:
         several = self._by_call and "infer" in kinds and "train" in kinds
         # fit=False: a copy for forward passes takes less memory than training does
         others = self.layouts(devices, fit=False) if several else []
-        for layout, again in product(self.layouts(devices), self.agains):
-            held = self._in_turns(self._held(layout, again))
+        for layout, recomputed in product(self.layouts(devices), self.recompute_modes):
+            held = self._in_turns(self._held(layout, recomputed))
             if held is None or sum(held) > self.model.hardware.usable_bytes:
                 continue
             for generating, own in self._generating(layout):
-                yield self._option(Option(generating, *held, own_t_g=own, again=again))
+                yield self._option(Option(generating, *held, own_t_g=own, recomputed=recomputed))
                 for other in others:
                     if other != layout:
                         copy = self.role.elements * self.role.frozen_bytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
                         yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own,
-                                                  again=again))  # fmt: skip
+                                                  recomputed=recomputed))  # fmt: skip
 
     def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
         """Return the option of a given layout, also if it does not fit. room: free bytes on a device while the role
         computes; if its activations take more, they are recomputed, if that is allowed."""
-        every = {again: self._in_turns(self._held(layout, again)) for again in self.agains}
-        again = next((again for again, held in every.items() if held and held[1] <= room), self.agains[-1])
-        held = every[again]
+        every = {mode: self._in_turns(self._held(layout, mode)) for mode in self.recompute_modes}
+        recomputed = next((mode for mode, held in every.items() if held and held[1] <= room), self.recompute_modes[-1])
+        held = every[recomputed]
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
             raise BadInput(f"layout {layout}", "cannot hold the model")
@@ -136,7 +136,7 @@ class RoleOptions:
             own = t_g if self._groups(t_g, layout.size) else None
         if self.generates and own is None:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
-        return self._option(Option(layout, *held, own_t_g=own, again=again))
+        return self._option(Option(layout, *held, own_t_g=own, recomputed=recomputed))
 
     def _in_turns(self, held: tuple[int, int] | None) -> tuple[int, int] | None:
         """Return (lasting, passing); if roles take turns in the memory, all bytes count as passing."""
@@ -171,26 +171,26 @@ class RoleOptions:
         computed = {call.stage: call.kind for call in self.calls if call.kind != "generate"}
         for stage, kind in computed.items() if model.workload.take_turns else ():  # load to the device, and unload
             cut = option.inference or layout
-            held = self._held(layout, option.again) if kind == "train" else None
+            held = self._held(layout, option.recomputed) if kind == "train" else None
             nbytes = held[0] if held else self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
             add("load", stage, Terms(links=2 * nbytes / model.hardware.host_bytes_s))
         for call in self.calls:
             if call.kind == "infer":
                 add(call.name, call.stage, self._term("infer", option.inference or layout, False))
             elif call.kind == "train":
-                add(call.name, call.stage, self._term("train", layout, option.again))
+                add(call.name, call.stage, self._term("train", layout, option.recomputed))
             elif cache_bytes is not None:
                 waves = float(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
                 add(call.name, call.stage, model.generate(self.role, layout.size, option.t_g, waves))
         return tuple(found)
 
-    def _term(self, kind: str, layout: Layout, again: bool) -> Terms:
-        key = kind, layout.p, layout.t, layout.d, again
+    def _term(self, kind: str, layout: Layout, recomputed: bool) -> Terms:
+        key = kind, layout.p, layout.t, layout.d, recomputed
         if key not in self._terms:
             if kind == "infer":
                 self._terms[key] = self.model.infer(self.role, layout)
             else:
-                self._terms[key] = self.model.train(self.role, layout, again)
+                self._terms[key] = self.model.train(self.role, layout, recomputed)
         return self._terms[key]
 
     def _moved(self, train: Layout, other: Layout) -> Terms:
@@ -221,7 +221,7 @@ class RoleOptions:
                 if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
                 layout = Layout(p, t, devices // (p * t))
-                held = self._held(layout, self.agains[-1])
+                held = self._held(layout, self.recompute_modes[-1])
                 if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
         return found
@@ -250,12 +250,12 @@ class RoleOptions:
             return False
         return True
 
-    def _held(self, layout: Layout, again: bool) -> tuple[int, int] | None:
+    def _held(self, layout: Layout, recomputed: bool) -> tuple[int, int] | None:
         """Return (lasting, passing) of the fullest rank, without generation; None if the layout is not possible."""
         if self.role.samples_only:
             return 0, 0
         replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
-        found = _held(self._alone, self._cuts_optimizer, layout.p, layout.t, replicas, again)
+        found = _held(self._alone, self._cuts_optimizer, layout.p, layout.t, replicas, recomputed)
         if found is None:
             return None
         lasting, passing, optimizer = found
@@ -265,7 +265,7 @@ class RoleOptions:
         """Return the least bytes of a device that the longest row, or a micro-batch, takes, in the finest layout."""
         layouts = self.layouts(1 << devices.bit_length() - 1, fit=False)
         cached = min(self.model.row_bytes(self.role, one.t) for one in layouts) if self.generates else 0
-        return max(math.ceil(cached), min((self._held(one, self.agains[-1]) or (0, 0))[1] for one in layouts))
+        return max(math.ceil(cached), min((self._held(one, self.recompute_modes[-1]) or (0, 0))[1] for one in layouts))
 
     def generation_bytes(self, t_g: int) -> int:
         """Return the bytes of the generation engine's weights on one device."""
@@ -290,10 +290,10 @@ class RoleOptions:
 
 
 @lru_cache(maxsize=16_384)
-def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool) -> tuple[int, int, int] | None:
+def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, recomputed: bool) -> tuple[int, int, int] | None:
     """Return (lasting, passing, optimizer) bytes of the fullest rank. cut: whether replicas share the optimizer."""
     if cut:  # as with DeepSpeed's ZeRO-1, where each of the `replicas` has an equal share of the optimizer
-        training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
+        training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=recomputed)
         role = replace(role, training=training)
     one = Layout(p, t, replicas)
     try:

@@ -37,7 +37,7 @@ class CallPlan:
 @dataclass(frozen=True)
 class RolePlan:
     """A role of a set. inference, own_t_g: the layout of its forward passes and the tensor ranks of its generation, if
-    they differ from `layout`. calls: in the order of the iteration. again: whether training recomputes activations.
+    they differ from `layout`. calls: in the order of the iteration. recomputed: whether its activations are.
     """
 
     role: str
@@ -48,7 +48,7 @@ class RolePlan:
     lasting_bytes: int
     passing_bytes: int
     generation_bytes: int = 0
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def t_g(self) -> int | None:
@@ -197,7 +197,7 @@ class Plan:
         """Return a frame with one row per role: its set and devices, whether it recomputes activations, and bytes per
         device by use. Passing bytes are held only while the role computes; the cache takes what the models leave."""
         rows = [
-            {"role": role.role, "set": one.names[0], "devices": one.devices, "recomputed": role.again,
+            {"role": role.role, "set": one.names[0], "devices": one.devices, "recomputed": role.recomputed,
              "lasting_bytes": role.lasting_bytes, "passing_bytes": role.passing_bytes,
              "generation_bytes": role.generation_bytes,
              "cache_bytes": one.cache_bytes if role.generation_bytes else 0}

@@ -83,7 +83,7 @@ def set_plan(
             cache = max(left - weights, model.row_bytes(one.role, way.t_g))
         calls = one.calls_of(way, int(np.ceil(cache)))
         placed.append(RolePlan(role, way.layout, way.inference, way.own_t_g, calls, way.lasting, way.passing, weights,
-                               way.again))  # fmt: skip
+                               way.recomputed))  # fmt: skip
     return SetPlan(tuple(placed), devices, transfers(roles, devices, options), int(cache))
 
 

@@ -50,11 +50,11 @@ from workbench.support.validation import PositiveInt
 
 MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
 MOST_EXACT = 2048  # devices up to which seconds are not rounded
-ROUGH = math.log(1.01)  # of the logarithm of seconds, where they are
+LOG_STEP = math.log(1.01)  # of the logarithm of seconds, where they are
 FEW_SIZES, FINER = 8, 4  # sizes that are tried without a plan that bounds them; how much finer the next multiples are
 MOST_PAIRS = 100_000  # of rows that are weighed at a time
 SLACK = 1e-9  # relative, of what is compared: far above what summing in another order changes
-TIMES, HALVES = 8, 16  # as many devices at most, and steps between half and all of them, are tried where nothing fits
+MOST_TIMES, DOUBLING_STEPS = 8, 16  # where nothing fits: as many devices at most, and steps from half to all of them
 POLICY = ("actor", "reference")
 Named = Literal["auto", "colocate", "split", "standalone"]
 
@@ -204,17 +204,17 @@ class _Search:
 
     def fewest(self, partitions: Sequence[Sets], unit: int) -> float:
         """Return the least number of devices on which a partition fits, found in steps of at most one sixteenth of this
-        number; infinite if no partition fits on up to `TIMES` as many devices as requested."""
+        number; infinite if no partition fits on up to `MOST_TIMES` as many devices as requested."""
 
         def fit(one: tuple[str, ...], devices: int) -> bool:
             least = [min((way.lasting for way in self.options[role].on(devices)), default=math.inf) for role in one]
-            return sum(least) <= self.model.hardware.usable_bytes and bool(len(self._alone(one, devices)[0]))
+            return sum(least) <= self.model.hardware.usable_bytes and bool(len(self._ways_of_set(one, devices)[0]))
 
         def found(*sets: tuple[str, ...]) -> float:
             last = unit
-            while not (fits := all(fit(one, last) for one in sets)) and last < TIMES * self.devices:
+            while not (fits := all(fit(one, last) for one in sets)) and last < MOST_TIMES * self.devices:
                 last *= 2
-            between = range(last // 2, last, max(unit, last // 2 // HALVES)) if last > unit else ()
+            between = range(last // 2, last, max(unit, last // 2 // DOUBLING_STEPS)) if last > unit else ()
             near = (n for n in between if all(fit(one, n) for one in sets))
             return next(near, last) if fits else math.inf
 
@@ -248,7 +248,7 @@ class _Search:
         if self.devices <= MOST_EXACT:
             return seconds
         with np.errstate(divide="ignore"):
-            return np.exp(np.floor(np.log(seconds) / ROUGH) * ROUGH)
+            return np.exp(np.floor(np.log(seconds) / LOG_STEP) * LOG_STEP)
 
     def _windows(self, sets: Sequence[tuple[str, ...]], unit: int, limit: float) -> tuple[list[Any], list[Any]]:
         """Return, for each set, a mask of the units with which a plan can stay within `limit`; and lower bounds for the
@@ -272,7 +272,7 @@ class _Search:
         for units in sizes:
             if (found[:, 1:] <= least[units]).all(axis=1).any():
                 continue
-            exact, made = self._alone(roles, units * unit)
+            exact, made = self._ways_of_set(roles, units * unit)
             seconds = self._rounded(exact)
             kept = [k for k in undominated(seconds) if not (found[:, 1:] <= seconds[k]).all(axis=1).any()]
             found = np.concatenate([found, np.column_stack([np.full(len(kept), units), seconds[kept]])])
@@ -308,13 +308,13 @@ class _Search:
         n = joint[:, 4].argmin()
         return float(joint[n, 4]), picks[n]
 
-    def _alone(self, roles: tuple[str, ...], devices: int) -> _Sized:
+    def _ways_of_set(self, roles: tuple[str, ...], devices: int) -> _Sized:
         """Return the ways of a set on exactly `devices` devices."""
         if (roles, devices) in self._sized:
             return self._sized[roles, devices]
         makers = [role for role in roles if self.options[role].generates]
         others = tuple(role for role in roles if role not in makers)
-        figures, tensor, ways = self._together(others, devices)
+        figures, tensor, ways = self._ways_without_generation(others, devices)
         index = np.arange(len(figures))
         chosen: list[NDArray[np.int64]] = []
         for role in makers:
@@ -336,14 +336,14 @@ class _Search:
         self._sized[roles, devices] = seconds[kept], origins
         return seconds[kept], origins
 
-    def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:
+    def _ways_without_generation(self, roles: tuple[str, ...], devices: int) -> _Ways:
         """Return the ways of roles that do not generate, without ways that others beat in seconds and bytes. A beaten
         way cannot be better in any set, because a set's seconds grow with its roles' seconds, and with the memory that
         they take from a cache. Ways with different sizes of DeepSpeed's tensor groups are not compared."""
         if not roles:
             return np.zeros((1, 5)), np.zeros(1, dtype=np.int64), [()]
         if (roles, devices) not in self._ways:
-            figures, tensor, ways = self._together(roles[:-1], devices)
+            figures, tensor, ways = self._ways_without_generation(roles[:-1], devices)
             figures, tensor, before, own = self._joined(figures, tensor, roles[-1], devices)
             kept: list[int] = []
             for size in np.unique(tensor):

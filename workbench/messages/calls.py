@@ -115,15 +115,15 @@ class Failure:
     def of(cls, error: BaseException, remedy: str = "") -> Failure:
         """Return the failure for a just caught exception."""
         chain = chain_of(error)
-        if isinstance(error, WorkbenchError) and len(chain) > 1 and not _of_user(chain[-1]):
+        if isinstance(error, WorkbenchError) and len(chain) > 1 and not _has_user_frames(chain[-1]):
             chain = chain[:-1]  # its message is the error's, and its frames only show how we called the user's function
-        says_all = isinstance(error, WorkbenchError) and not any(map(_of_user, chain))
+        says_all = isinstance(error, WorkbenchError) and not any(map(_has_user_frames, chain))
         return cls(
             kind=type(error).__name__, message=said(error), chain=chain, error=error, remedy=remedy, says_all=says_all
         )
 
     @property
-    def likeness(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         """A key that is equal for failures that are reported as one: raised at the same lines, or, where no lines are
         known, with the same message."""
         if not self.chain:
@@ -141,7 +141,7 @@ class Failure:
         return state
 
 
-def _of_user(raised: Raised) -> bool:
+def _has_user_frames(raised: Raised) -> bool:
     return any(isinstance(frame, Frame) and is_users(frame.file) for frame in raised.frames)
 
 

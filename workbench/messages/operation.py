@@ -13,7 +13,7 @@ from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, THREE_D_PROTO, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.checked_calls import checked_call
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import checked, hints_of, one_of
 
 if TYPE_CHECKING:
@@ -81,17 +81,17 @@ class Operation:
         """Return the columns that the operation adds with these arguments."""
         return self.writes(arguments) if callable(self.writes) else self.writes
 
-    def given(self, arguments: Mapping[str, Any]) -> Operation:
+    def resolved(self, arguments: Mapping[str, Any]) -> Operation:
         """Return this operation with `optional` evaluated for these arguments."""
         return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
 
-    def awaited(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
-        """Return the columns of a batch that must be computed before `travelling` is known."""
+    def columns_to_wait_for(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
+        """Return the columns of a batch that must be computed before `sent_columns` is known."""
         assert not callable(self.optional)
         more = batch.unknown_names if ALL_TEXT in self.optional else ()
-        return (*self.travelling(needed, batch), *more)
+        return (*self.sent_columns(needed, batch), *more)
 
-    def travelling(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
+    def sent_columns(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
         """Return all columns of a batch that are sent to the ranks."""
         assert not callable(self.optional), "its arguments have to be given first"
         more = batch.text_names if ALL_TEXT in self.optional else ()
@@ -205,7 +205,7 @@ def checked_arguments(
         raise BadInput(
             f"{owner}.{operation.name}: {error}",
             f"it takes {', '.join(names) or 'nothing more'}",
-            meant(unknown, names) if unknown else "",
+            remedy_for(unknown, names) if unknown else "",
         ) from None
     bound.apply_defaults()
     for name, hint in operation.hints.items():

@@ -12,7 +12,7 @@ from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTok
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import reads, rendered
-from workbench.models.control_tokens import MARK, as_text, placed, special_tokens
+from workbench.models.control_tokens import MARK, escape, placed, special_tokens
 from workbench.models.tokenizers import behind_turn, differing_ends, is_text, put_before
 from workbench.models.turn_messages import schema_of
 from workbench.support.validation import Rule, settings
@@ -113,13 +113,13 @@ def written_tokens(
     chat = chat or ChatFormat()
     messages = chat.messages(prompt)
     tries = list[tuple[str, list[Span], list[int]]]()
-    for read in (as_text(tokenizer, messages), messages) if tokenizer.chat_template else ():
+    for read in (escape(tokenizer, messages), messages) if tokenizer.chat_template else ():
         text = chat.text(tokenizer, read)
         end = len(text.replace(MARK, ""))
         spans = _spans(tokenizer, text.replace(MARK, ""), messages, chat)
         tries.append((text, [*spans, (end - len(chat.prefill), end, "assistant")], []))
     if isinstance(prompt, str):
-        read_as = (as_text(tokenizer, prompt), prompt)
+        read_as = (escape(tokenizer, prompt), prompt)
         begins = (put_before(tokenizer), list[int]())
         tries += [(text, [(0, len(prompt), "user")], before) for text in read_as for before in begins]
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -159,22 +159,22 @@ def _spans(
     return found
 
 
-def template_doubts(
+def template_warnings(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", unread: Collection[str] = ()
 ) -> list[str]:  # fmt: skip
     """Return a sentence for each doubt about the chat template and the tokenizer, with a remedy. prompt_ids, text: of
     one prompt. unread: parts of rows that the template ignores."""
-    ends = differing_ends(tokenizer), _end(tokenizer)
+    ends = differing_ends(tokenizer), _end_warning(tokenizer)
     left = (
         f"the model does not see {', '.join(map(repr, sorted(unread)))} of rows, which the chat template of "
         f"{tokenizer.name_or_path!r} does not read. Set chat_template in the model's folder, or take a model that was "
         "trained with these"
         if unread and tokenizer.chat_template else ""
     )  # fmt: skip
-    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text), left) if one]
+    return [*filter(None, (*ends, _bos_warning(tokenizer, prompt_ids), _round_trip_warning(tokenizer, text), left))]
 
 
-def _end(tokenizer: PreTrainedTokenizerBase) -> str:
+def _end_warning(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a warning if the template ends a turn with a text at which generation does not stop; else ""."""
     behind = behind_turn(tokenizer).strip()
     if not behind or any(behind.startswith(token) for token in special_tokens(tokenizer)):
@@ -185,7 +185,7 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def _bos(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
+def _bos_warning(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
     if tokenizer.bos_token_id is None or list(prompt_ids[:2]) != [tokenizer.bos_token_id] * 2:
         return ""
     return (
@@ -195,7 +195,7 @@ def _bos(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
     )
 
 
-def _trip(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _round_trip_warning(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a warning if tokenizing and decoding changes a text; else "". Spaces at its ends may be lost."""
     if not text:
         return ""

@@ -1,6 +1,6 @@
 """Keeps control tokens in data as text: `<|im_end|>` in a user's message does not end the turn.
 
-`as_text` puts a mark into each control token that a text spells, before the chat template renders the conversation;
+`escape` puts a mark into each control token that a text spells, before the chat template renders the conversation;
 `encoded` tokenizes the pieces between marks. So only the template writes control tokens, however the tokenizer treats
 special tokens, and decoding gives the text back.
 """
@@ -40,7 +40,7 @@ def _finder(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return found
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
+def escape(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
     """Return a value of lists and mappings with a mark in each control token that its texts and keys spell."""
     finder = _finder(tokenizer)
 

@@ -27,7 +27,7 @@ _LLAMAS = {
 }
 SIZES = tuple(_LLAMAS)
 # entries of a config that show that the fields below do not describe the model completely
-BEYOND = {"text_config", "quantization_config", "auto_map"}
+UNSUPPORTED_KEYS = {"text_config", "quantization_config", "auto_map"}
 
 
 @settings()
@@ -105,7 +105,7 @@ def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
 
 def _dense(values: Any) -> DenseConfig | None:
     """Return a `DenseConfig`; None for other families, and if transformers has its own default for a missing field."""
-    if not isinstance(values, dict) or values.keys() & BEYOND or "model_type" not in values:
+    if not isinstance(values, dict) or values.keys() & UNSUPPORTED_KEYS or "model_type" not in values:
         return None
     if values["model_type"] == "qwen3" and not values.get("head_dim"):
         return None

@@ -368,17 +368,24 @@ def _vocabulary(model: PreTrainedModel) -> frozenset[str]:
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Compare the model's logits with its head's, for hidden states so large that a cap on the logits shows."""
-    tokens, states = torch.arange(2, device=model.device)[None], list[Tensor]()
+    """Whether the model's logits are its head's, also for hidden states so large that a cap on the logits shows."""
+    tokens, head, outputs = torch.arange(2, device=model.device)[None], model.get_output_embeddings(), list[Tensor]()
 
-    def enlarge(module: nn.Module, given: Any, output: Any) -> Any:
-        states.append(output.last_hidden_state.mul_(1e3 / output.last_hidden_state.abs().max()))
-        return output
+    def same(logits: Tensor, plain: Tensor) -> bool:
+        return torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * max(1.0, float(plain.abs().max())))
 
-    with model.base_model.register_forward_hook(enlarge):
+    def enlarge(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (given[0] * (1e3 / given[0].abs().max()),)
+
+    plain = head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    if not same(model(input_ids=tokens, use_cache=False).logits, plain):
+        return False
+    with (
+        head.register_forward_pre_hook(enlarge),
+        head.register_forward_hook(lambda module, given, output: outputs.append(output)),
+    ):
         logits = model(input_ids=tokens, use_cache=False).logits
-    plain = model.get_output_embeddings()(states[0])
-    return torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
+    return not outputs or same(logits, outputs[-1])
 
 
 def _require_plain_head(model: PreTrainedModel) -> None:

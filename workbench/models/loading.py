@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,7 @@ def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str)
         raise BadInput(f"{what} has {len(others)} weights of other shapes than {kind}: {shapes}", *_OTHER_MODEL)
     if more := [key for key in sorted(report["unexpected_keys"]) if not _of_a_head(model, key)]:
         raise BadInput(f"{what} has {len(more)} weights that {kind} does not have: {more[0]!r}, ...", *_OTHER_MODEL)
-    if unknown := [key for key in sorted(report["unexpected_keys"]) if not _of_a_known_head(model, key)]:
+    if unknown := sorted(set(report["unexpected_keys"]) - _known_heads(model, report["unexpected_keys"])):
         raise BadInput(
             f"{what} has a head that is not known: {unknown[0]!r}",
             f"a scalar head is one layer, named {', '.join(SAVED_HEADS)}",
@@ -178,17 +178,17 @@ def _of_a_head(model: PreTrainedModel, key: str) -> bool:
     return model.base_model is model and key.removeprefix(f"{model.base_model_prefix}.").split(".")[0] not in inside
 
 
-def _of_a_known_head(model: PreTrainedModel, key: str) -> bool:
-    """Whether a weight belongs to a scalar head, or to the head of the family's causal language model."""
+def _known_heads(model: PreTrainedModel, keys: Collection[str]) -> set[str]:
+    """Return the keys that belong to a scalar head, or to the head of the family's causal language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if key in (f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")):
-        return True
-    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return False
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(model.config)
-    return key.split(".")[0] in {name for name, _ in causal.named_children()} - {causal.base_model_prefix}
+    scalar = {f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")}
+    known = {"lm_head", "embed_out"}  # "embed_out": in files of GPT-NeoX
+    if keys and type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with quiet_transformers(), torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(model.config)
+        known |= {name for name, _ in causal.named_children()} - {causal.base_model_prefix}
+    return {key for key in keys if key in scalar or key.split(".")[0] in known}
 
 
 def _unreadable(folder: Path, error: Exception) -> BadInput:

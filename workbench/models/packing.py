@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import MissingDependency
+from workbench.models.loading import longest_sequence
 from workbench.support.files import home
 
 if TYPE_CHECKING:
@@ -42,17 +43,17 @@ class Pack:
     """The sequences of a packed row, and the tokens that each attends to.
 
     lengths: S numbers. boundaries: int32 [S + 1], from 0 to T. position_ids: int64 [1, T], from 0 in each sequence, or
-    from the end of the sequence that it continues. seen_lengths, seen_boundaries: the same for the keys of each
-    sequence: first the tokens of the sequence that it continues, then its own. seen: int64 [sum of seen_lengths], the
-    index of each key among the T tokens; None: each sequence attends only to itself.
+    from the end of the sequence that it continues. key_lengths, key_boundaries: the same for the keys of each
+    sequence: first the tokens of the sequence that it continues, then its own. key_indices: int64 [sum of key_lengths],
+    the index of each key among the T tokens; None: each sequence attends only to itself.
     """
 
     lengths: tuple[int, ...]
     boundaries: Tensor
     position_ids: Tensor
-    seen_lengths: tuple[int, ...]
-    seen_boundaries: Tensor
-    seen: Tensor | None
+    key_lengths: tuple[int, ...]
+    key_boundaries: Tensor
+    key_indices: Tensor | None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, after: Sequence[int] = ()) -> Pack:
@@ -62,18 +63,18 @@ class Pack:
         tokens = [torch.arange(start, end) for start, end in pairwise(ends)]
         starts = [0 if number < 0 else lengths[number] for number in after or [-1] * len(lengths)]
         position_ids = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])[None]
-        seen_lengths = tuple(s + n for s, n in zip(starts, lengths, strict=True))
+        key_lengths = tuple(s + n for s, n in zip(starts, lengths, strict=True))
         boundaries = torch.tensor(ends, dtype=torch.int32)
         if not any(starts):
             here = to_device(boundaries, device)
-            return cls(tuple(lengths), here, to_device(position_ids, device), seen_lengths, here, None)
-        seen = torch.cat(
+            return cls(tuple(lengths), here, to_device(position_ids, device), key_lengths, here, None)
+        key_indices = torch.cat(
             [tokens[i] for own, number in enumerate(after) for i in ((own,) if number < 0 else (number, own))]
         )
-        seen_boundaries = torch.tensor([0, *accumulate(seen_lengths)], dtype=torch.int32)
-        parts = (to_device(part, device) for part in (boundaries, position_ids, seen_boundaries, seen))
-        boundaries, position_ids, seen_boundaries, seen = parts
-        return cls(tuple(lengths), boundaries, position_ids, seen_lengths, seen_boundaries, seen)
+        key_boundaries = torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32)
+        parts = (to_device(part, device) for part in (boundaries, position_ids, key_boundaries, key_indices))
+        boundaries, position_ids, key_boundaries, key_indices = parts
+        return cls(tuple(lengths), boundaries, position_ids, key_lengths, key_boundaries, key_indices)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -162,7 +163,9 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
         AttentionInterface.register(NAME, packed_attention)
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if getattr(config, "sliding_window", None) and "sliding_attention" in layers and not any(windows):
+    window, longest = getattr(config, "sliding_window", None), longest_sequence(config)
+    reached = window and "sliding_attention" in layers and (longest is None or window < longest)
+    if reached and not any(windows):
         return f"{family} has its sliding window in the mask alone"
     # these bounds allow for rounding; a sequence that attends to another has an error of about 1
     if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
@@ -211,8 +214,8 @@ def packed_attention(
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
     # T as the first axis, because sequences are slices along it
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if pack.seen is not None:
-        key, value = (x.index_select(0, pack.seen) for x in (key, value))
+    if pack.key_indices is not None:
+        key, value = (x.index_select(0, pack.key_indices) for x in (key, value))
     # rotary embeddings may have brought query and key to fp32 under autocast
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         return _flash(query.to(value.dtype), key.to(value.dtype), value, scaling, sliding_window, pack)[None], None
@@ -225,7 +228,7 @@ def _each(
     """Compute attention one sequence after the other, [T, H, D]. Computes in fp32: torch's bf16 on a CPU takes twice as
     long, mostly in the backward pass, and is less exact."""
     of_each = zip(
-        *(x.float().split(n) for x, n in ((query, pack.lengths), (key, pack.seen_lengths), (value, pack.seen_lengths))),
+        *(x.float().split(n) for x, n in ((query, pack.lengths), (key, pack.key_lengths), (value, pack.key_lengths))),
         strict=True,
     )
     parts = []
@@ -249,8 +252,8 @@ def _mask(queries: int, keys: int, sliding_window: int | None, device: torch.dev
     """Return the mask of the last `queries` of `keys` tokens, [queries, keys]; None if it is plain causal."""
     if queries == keys and (sliding_window is None or keys <= sliding_window):
         return None
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen if sliding_window is None else seen.triu(keys - queries + 1 - sliding_window)
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return visible if sliding_window is None else visible.triu(keys - queries + 1 - sliding_window)
 
 
 def _flash(
@@ -262,7 +265,7 @@ def _flash(
 
     out = varlen_attn(
         query, key, value,
-        pack.boundaries, pack.seen_boundaries, max(pack.lengths), max(pack.seen_lengths),
+        pack.boundaries, pack.key_boundaries, max(pack.lengths), max(pack.key_lengths),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -47,7 +47,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_chatter() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """`quiet_transformers`, also without progress bars and warnings of modules that transformers imports for saving.
 
     Affects the whole process, so use it only around work that happens once: preparing a model folder.
@@ -170,9 +170,9 @@ def _convert(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
-    # in a notebook a widget draws its progress bar, which `no_chatter` does not suppress
+    # in a notebook a widget draws its progress bar, which `silence_libraries` does not suppress
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
-    with no_chatter():
+    with silence_libraries():
         model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         # The weights are plain tensors now, but transformers refuses to save a model that is marked as quantized.
@@ -188,7 +188,7 @@ def tiny_folder(name: str) -> Path:
 
 
 def _write_tiny(folder: Path, differences: dict[str, Any]) -> None:
-    with no_chatter():
+    with silence_libraries():
         save_here(_tiny_model(differences), folder)
         _tiny_tokenizer().save_pretrained(folder)
 

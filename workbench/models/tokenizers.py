@@ -86,7 +86,7 @@ def render_prompt(
 
     prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
     chat: whether the chat template renders a text as a user's message; None: if the tokenizer has a template. A
-    `ChatFormat` has more settings. Control tokens in a text act as such, unless `as_text` has marked them.
+    `ChatFormat` has more settings. Control tokens in a text act as such, unless `escape` has marked them.
     """
     is_text = isinstance(prompt, str)
     if not prompt:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, tokenwise, within
+from workbench.objectives.arguments import check_2d, check_range, same_shape, upcast
 from workbench.support.validation import one_of
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "fixed-length"]
@@ -36,7 +36,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
     Raises `BadInput` on an unknown mode, or if "fixed-length" has no `max_response_tokens`.
     """
     one_of("how", how, AGGREGATIONS)
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     mask_BT = mask_BT.bool()
     if how == "token-mean":
         return mask_BT.sum().double()
@@ -45,7 +45,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
         return sequences
     if max_response_tokens is None:
         raise BadInput("max_response_tokens=None", "fixed-length divides by the longest response that was allowed")
-    within("max_response_tokens", max_response_tokens, 1)
+    check_range("max_response_tokens", max_response_tokens, 1)
     return sequences * max_response_tokens
 
 
@@ -63,11 +63,11 @@ def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tens
     Raises `BadInput` on unequal shapes or an unknown mode.
     """
     one_of("how", how, AGGREGATIONS)
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     mask_BT = mask_BT.bool()
     # A selection, not a product: infinite entries outside the mask must not leak in.
-    sum_B = torch.where(mask_BT, full(x_BT), 0.0).sum(-1)
+    sum_B = torch.where(mask_BT, upcast(x_BT), 0.0).sum(-1)
     if how == "sequence-mean-token-mean":
         sum_B = sum_B / mask_BT.sum(-1).clamp(min=1)
     # Every denominator is 0 or at least 1.

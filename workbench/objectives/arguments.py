@@ -37,7 +37,7 @@ def same_shape(**tensors: Tensor) -> None:
             )
 
 
-def are_moments(**sums: Tensor) -> None:
+def check_moments(**sums: Tensor) -> None:
     """Raise `BadInput`, with the shape, unless all tensors have the shape of a result of `moments`."""
     for name, tensor in sums.items():
         if tensor.shape != (3,):
@@ -55,13 +55,13 @@ def one_per_row(name: str, x_B: Tensor, mask_BT: Tensor) -> None:
         )
 
 
-def tokenwise(mask_BT: Tensor) -> None:
+def check_2d(mask_BT: Tensor) -> None:
     """Raise `BadInput` unless the tensor has two dimensions, rows and tokens."""
     if mask_BT.ndim != 2:
         raise BadInput(f"mask_BT has shape {list(mask_BT.shape)}", "must be [rows, response tokens]")
 
 
-def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
+def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
     """Raise `BadInput` unless low <= value <= high."""
     if not isinstance(value, numbers.Real):
         raise BadInput(f"{name}={shown(value)}", "must be a number")
@@ -72,6 +72,6 @@ def within(name: str, value: float, low: float, high: float = float("inf")) -> N
         raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest of 32 bits, or infinite")
 
 
-def full(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Convert to at least single precision: half and bfloat16 (and bool, int) become float32; float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

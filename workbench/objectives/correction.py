@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, tokenwise
+from workbench.objectives.arguments import check_2d, same_shape, upcast
 from workbench.objectives.kl import MAX_LOG_RATIO
 from workbench.support.validation import Number, Rule, settings
 
@@ -120,10 +120,10 @@ def raw_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
 
 
 def _log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, old_log_prob_BT=old_log_prob_BT, rollout_log_prob_BT=rollout_log_prob_BT)
     mask_BT = mask_BT.bool()
-    log_BT = torch.where(mask_BT, full(old_log_prob_BT) - full(rollout_log_prob_BT), 0.0)
+    log_BT = torch.where(mask_BT, upcast(old_log_prob_BT) - upcast(rollout_log_prob_BT), 0.0)
     if level != "token":
         log_B1 = log_BT.sum(-1, keepdim=True)
         if level == "geometric":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import are_moments, full, one_per_row, same_shape, tokenwise, within
+from workbench.objectives.arguments import check_2d, check_moments, check_range, one_per_row, same_shape, upcast
 from workbench.objectives.kl import KLKind, kl_estimate
 
 
@@ -18,18 +18,18 @@ from workbench.objectives.kl import KLKind, kl_estimate
 def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
     """Return one score per response, float64 [B], for comparison with the other responses to the prompt.
 
-    scores: [B]; or [B, T]: then the entries selected by `counted` are summed, in float64, so that the same rewards in
+    scores: [B]; or [B, T]: then the entries inside `score_mask` are summed, in float64, so that the same rewards in
         another order give the same score.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     if scores.ndim == 1:
         one_per_row("scores_B", scores, mask_BT)
         return scores.double()
     same_shape(mask_BT=mask_BT, scores_BT=scores)
-    return torch.where(counted(mask_BT), scores.double(), 0.0).sum(-1)
+    return torch.where(score_mask(mask_BT), scores.double(), 0.0).sum(-1)
 
 
-def counted(mask_BT: Tensor) -> Tensor:
+def score_mask(mask_BT: Tensor) -> Tensor:
     """Return which token scores count towards the response's score, [B, T]: those inside the mask, or all if the mask
     has no token of the response. Such a response, for example one masked out because it was truncated, is not trained
     on, but its score says as much about the prompt's baseline as the others."""
@@ -59,17 +59,17 @@ def token_rewards(
 
     Raises `BadInput` on shapes that do not fit, a negative beta, or a missing reference.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
-    within("beta", beta, 0.0)
+    check_range("beta", beta, 0.0)
     mask_BT = mask_BT.bool()
     if scores.ndim == 2:
         same_shape(mask_BT=mask_BT, scores_BT=scores)
-        rewards_BT = full(scores)
+        rewards_BT = upcast(scores)
     else:
         one_per_row("scores_B", scores, mask_BT)
         valid_from_here_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
-        rewards_BT = torch.where(valid_from_here_BT == 1, full(scores)[:, None], 0.0)
+        rewards_BT = torch.where(valid_from_here_BT == 1, upcast(scores)[:, None], 0.0)
     if beta:
         if ref_log_prob_BT is None:
             raise BadInput(
@@ -104,11 +104,11 @@ def gae(
 
     Raises `BadInput` on shapes that do not fit, or gamma or lambda outside [0, 1].
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, values_BT=values_BT)
-    within("gamma", gamma, 0.0, 1.0)
-    within("lam", lam, 0.0, 1.0)
-    rewards_BT, values_BT, mask_BT = full(token_rewards_BT), full(values_BT), mask_BT.bool()
+    check_range("gamma", gamma, 0.0, 1.0)
+    check_range("lam", lam, 0.0, 1.0)
+    rewards_BT, values_BT, mask_BT = upcast(token_rewards_BT), upcast(values_BT), mask_BT.bool()
     if bootstrap_B is None:
         next_value_B = values_BT.new_zeros(len(values_BT))
     else:
@@ -153,7 +153,7 @@ def less_baseline(returns_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor | None
     if baseline_B is None:
         return returns_BT, returns_BT
     one_per_row("baseline_B", baseline_B, mask_BT)
-    return torch.where(mask_BT.bool(), returns_BT - full(baseline_B)[:, None], 0.0), returns_BT
+    return torch.where(mask_BT.bool(), returns_BT - upcast(baseline_B)[:, None], 0.0), returns_BT
 
 
 @torch.no_grad()
@@ -168,9 +168,9 @@ def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
 
     Raises `BadInput` unless 1 <= buffer <= longest.
     """
-    within("longest", longest, 1)
-    within("buffer", buffer, 1, longest)
-    return ((longest - buffer - full(lengths_B)) / buffer).clamp(-1.0, 0.0)
+    check_range("longest", longest, 1)
+    check_range("buffer", buffer, 1, longest)
+    return ((longest - buffer - upcast(lengths_B)) / buffer).clamp(-1.0, 0.0)
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def explained_variance(returns: Tensor, errors: Tensor) -> float:
 
     Raises `BadInput` on other shapes.
     """
-    are_moments(returns=returns, errors=errors)
+    check_moments(returns=returns, errors=errors)
     count, total, squares = torch.stack((returns, errors), -1).double().unbind()
     of_returns, of_errors = (squares / count - (total / count) ** 2).tolist()
     return 1 - of_errors / of_returns if of_returns > 0 else float("nan")
@@ -203,9 +203,9 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) ->
     Raises `BadInput` on shapes that do not fit.
     """
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
-    are_moments(moments=moments)
+    check_moments(moments=moments)
     count, total, squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)
     white_BT = (x_BT.double() - mean) * torch.rsqrt(variance + eps)
-    return torch.where(mask_BT.bool(), white_BT, 0.0).to(full(x_BT).dtype)
+    return torch.where(mask_BT.bool(), white_BT, 0.0).to(upcast(x_BT).dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape
+from workbench.objectives.arguments import same_shape, upcast
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: floa
     if scale_by_std:
         variance_N = _group_sum(centred_N.square(), index_N) / (size_N - 1).clamp(min=1)
         centred_N = centred_N / (variance_N.sqrt() + eps)
-    return centred_N.to(full(scores_N).dtype)
+    return centred_N.to(upcast(scores_N).dtype)
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def grpo_batch_std(scores_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tens
     """
     centred_N, _, _ = _centre(scores_N, group_N)
     deviation = scores_N.double().std() if len(scores_N) > 1 else 0.0
-    return (centred_N / (deviation + eps)).to(full(scores_N).dtype)
+    return (centred_N / (deviation + eps)).to(upcast(scores_N).dtype)
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def step_scores(rewards_BT: Tensor, ends_BT: Tensor) -> Tensor:
     ends_BT = ends_BT.bool()
     steps_B = ends_BT.sum(-1)
     step_BT = torch.minimum(ends_BT.cumsum(-1) - ends_BT.long(), (steps_B - 1).clamp(min=0)[:, None])
-    of_rows_BT = torch.zeros_like(full(rewards_BT)).scatter_add(-1, step_BT, full(rewards_BT))
+    of_rows_BT = torch.zeros_like(upcast(rewards_BT)).scatter_add(-1, step_BT, upcast(rewards_BT))
     return of_rows_BT[torch.arange(rewards_BT.shape[1], device=ends_BT.device) < steps_B[:, None]]
 
 
@@ -102,14 +102,14 @@ def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
             "draw more samples a prompt or leave these prompts out",
         )
     # R - (S - R) / (n - 1) = (R - S / n) n / (n - 1)
-    return (centred_N * size_N / (size_N - 1)).to(full(scores_N).dtype)
+    return (centred_N * size_N / (size_N - 1)).to(upcast(scores_N).dtype)
 
 
 @torch.no_grad()
 def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Return the mean score of each sample's group, [N], including the sample. Raises `BadInput` as `grpo` does."""
     centred_N, _, _ = _centre(scores_N, group_N)
-    return (scores_N.double() - centred_N).to(full(scores_N).dtype)
+    return (scores_N.double() - centred_N).to(upcast(scores_N).dtype)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def group_deviation(scores_N: Tensor, group_N: Tensor) -> Tensor:
     authors divide by this. Raises `BadInput` as `grpo` does."""
     centred_N, size_N, index_N = _centre(scores_N, group_N)
     deviation_N = (_group_sum(centred_N.square(), index_N) / size_N).sqrt()
-    return torch.where(deviation_N > 1e-8, deviation_N, 1.0).to(full(scores_N).dtype)
+    return torch.where(deviation_N > 1e-8, deviation_N, 1.0).to(upcast(scores_N).dtype)
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, nor
     total_N = _group_sum(importance_N, index_N)
     # computed as mean + shift, so that equal scores give exactly that score
     shift_N = _group_sum(importance_N * centred_N, index_N) / torch.where(total_N > 0, total_N, 1.0)
-    return (scores_N.double() - centred_N + shift_N).to(full(scores_N).dtype)
+    return (scores_N.double() - centred_N + shift_N).to(upcast(scores_N).dtype)
 
 
 def _centre(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, within
+from workbench.objectives.arguments import check_range, same_shape, upcast
 
 KLKind = Literal["k1", "k2", "k3"]
 KLLoss = Literal["k1", "k2", "k3", "k3_corrected"]
@@ -39,7 +39,7 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1
     Raises `BadInput` on unequal shapes or an unknown kind.
     """
     same_shape(log_prob_BT=log_prob_BT, ref_log_prob_BT=ref_log_prob_BT)
-    d_BT = full(log_prob_BT) - full(ref_log_prob_BT)
+    d_BT = upcast(log_prob_BT) - upcast(ref_log_prob_BT)
     if kind == "k1":
         return d_BT
     if kind == "k2":
@@ -57,7 +57,7 @@ def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
     Raises `BadInput` on unequal shapes.
     """
     same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT)
-    log_ratio_BT = full(log_prob_BT) - full(old_log_prob_BT).detach()
+    log_ratio_BT = upcast(log_prob_BT) - upcast(old_log_prob_BT).detach()
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -105,8 +105,8 @@ def adaptive_kl_step(coefficient: float, kl: float, target: float, responses: in
             raise BadInput(f"{name}={value!r}", "must be more than 0", "leave the target out for a fixed coefficient")
     if not math.isfinite(kl):
         raise BadInput(f"kl={kl!r}", "must be a finite number")
-    within("horizon", horizon, 1)
-    within("responses", responses, 1, 5 * horizon - 1)
+    check_range("horizon", horizon, 1)
+    check_range("responses", responses, 1, 5 * horizon - 1)
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * responses / horizon)
 
@@ -128,8 +128,8 @@ def divergence(teacher_NK: Tensor, student_NK: Tensor, beta: float = 1.0) -> Ten
     Raises `BadInput` on unequal shapes, and on beta outside [0, 1].
     """
     same_shape(teacher_NK=teacher_NK, student_NK=student_NK)
-    within("beta", beta, 0.0, 1.0)
-    teacher_NK, student_NK = full(teacher_NK).detach(), full(student_NK)
+    check_range("beta", beta, 0.0, 1.0)
+    teacher_NK, student_NK = upcast(teacher_NK).detach(), upcast(student_NK)
     if beta == 0:
         return _kl(teacher_NK, student_NK)
     if beta == 1:
@@ -142,7 +142,7 @@ def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
     return (p_NK.exp() * (p_NK - q_NK)).sum(-1)
 
 
-def coarsened(log_probs_NV: Tensor, ids_NK: Tensor) -> Tensor:
+def merge_other_tokens(log_probs_NV: Tensor, ids_NK: Tensor) -> Tensor:
     """Merge all tokens but K chosen ones into one further outcome: log-probabilities [N, K + 1].
 
     log_probs_NV: over the whole vocabulary. ids_NK: distinct tokens in each row. If they are all tokens, there is no

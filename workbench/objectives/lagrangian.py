@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, within
+from workbench.objectives.arguments import check_range, same_shape, upcast
 
 # In fp32, advantages at this multiplier equal those at infinity, but one can still divide by it.
 MAX_MULTIPLIER = 1e9
@@ -27,8 +27,8 @@ def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: fl
     Raises `BadInput` on unequal shapes or a multiplier that is negative or infinite.
     """
     same_shape(advantages_BT=advantages_BT, cost_advantages_BT=cost_advantages_BT)
-    within("multiplier", multiplier, 0.0, MAX_MULTIPLIER)
-    return (full(advantages_BT) - multiplier * full(cost_advantages_BT)) / (1 + multiplier)
+    check_range("multiplier", multiplier, 0.0, MAX_MULTIPLIER)
+    return (upcast(advantages_BT) - multiplier * upcast(cost_advantages_BT)) / (1 + multiplier)
 
 
 def dual_step(
@@ -46,10 +46,10 @@ def dual_step(
     0 < low <= high.
     """
     low, high = bounds
-    within("bounds[1]", high, low, MAX_MULTIPLIER)
+    check_range("bounds[1]", high, low, MAX_MULTIPLIER)
     if not low > 0:
         raise BadInput(f"bounds={bounds!r}", "the logarithm is stepped, so the lower bound must be more than 0")
-    within("multiplier", multiplier, low, high)
+    check_range("multiplier", multiplier, low, high)
     if not math.isfinite(mean_cost):
         raise BadInput(f"mean_cost={mean_cost!r}", "must be a finite number")
     log = math.log(multiplier) + learning_rate * multiplier * (mean_cost - limit)

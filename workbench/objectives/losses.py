@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, tokenwise, within
+from workbench.objectives.arguments import check_2d, check_range, same_shape, upcast
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
 from workbench.support.validation import FINITE, NonNegativeFloat, Number, Rule, settings
 
@@ -107,7 +107,7 @@ def ppo_loss(
     unclipped_BT = ratio_BT * advantages_BT
     objective_BT = torch.minimum(unclipped_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT)
     if dual_clip is not None:
-        within("dual_clip", dual_clip, 1.0)
+        check_range("dual_clip", dual_clip, 1.0)
         floor_BT = torch.maximum(objective_BT, dual_clip * advantages_BT)
         objective_BT = torch.where(advantages_BT < 0, floor_BT, objective_BT)
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
@@ -134,11 +134,11 @@ def gspo_loss(
 
     Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
     advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
-    mask_BT, log_prob_BT = mask_BT.bool(), full(log_prob_BT)
-    log_ratio_BT = torch.where(mask_BT, log_prob_BT.detach() - full(old_log_prob_BT).detach(), 0.0)
+    mask_BT, log_prob_BT = mask_BT.bool(), upcast(log_prob_BT)
+    log_ratio_BT = torch.where(mask_BT, log_prob_BT.detach() - upcast(old_log_prob_BT).detach(), 0.0)
     mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     sequence_B1 = mean_B1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     # exp(0) is exactly 1, so all tokens of a sequence have the same ratio and are clipped together
@@ -169,7 +169,7 @@ def cispo_loss(
     advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
     ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT).detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    return -weight_BT * advantages_BT * full(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
+    return -weight_BT * advantages_BT * upcast(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
 
 
 def sapo_loss(
@@ -204,9 +204,9 @@ def _checked(
 ) -> Tensor:
     """Check the arguments of a policy loss; return the advantages without gradient, in at least fp32."""
     same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT)
-    within("clip_low", clip_low, 0.0, 1.0)
-    within("clip_high", clip_high, 0.0)
-    return full(advantages_BT).detach()
+    check_range("clip_low", clip_low, 0.0, 1.0)
+    check_range("clip_high", clip_high, 0.0)
+    return upcast(advantages_BT).detach()
 
 
 def value_loss(
@@ -224,10 +224,10 @@ def value_loss(
     Raises `BadInput` on unequal shapes or a negative clip.
     """
     same_shape(values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT)
-    values_BT, old_values_BT, returns_BT = full(values_BT), full(old_values_BT).detach(), full(returns_BT).detach()
+    values_BT, old_values_BT, returns_BT = map(upcast, (values_BT, old_values_BT.detach(), returns_BT.detach()))
     unclipped_BT = error_BT = (values_BT - returns_BT).square()
     if clip is not None:
-        within("clip", clip, 0.0)
+        check_range("clip", clip, 0.0)
         near_BT = values_BT.clamp(old_values_BT - clip, old_values_BT + clip)
         error_BT = torch.maximum(unclipped_BT, (near_BT - returns_BT).square())
     return 0.5 * error_BT, (error_BT != unclipped_BT).detach()
@@ -317,6 +317,6 @@ def kl_cov_loss(
     same_shape(
         log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT, held_back_BT=held_back_BT
     )
-    distance_BT = (full(log_prob_BT) - full(old_log_prob_BT).detach()).abs()
+    distance_BT = (upcast(log_prob_BT) - upcast(old_log_prob_BT).detach()).abs()
     penalty_BT = torch.where(held_back_BT.bool(), coefficient * distance_BT, 0.0)
-    return penalty_BT - ratio_of(log_prob_BT, old_log_prob_BT) * full(advantages_BT).detach()
+    return penalty_BT - ratio_of(log_prob_BT, old_log_prob_BT) * upcast(advantages_BT).detach()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from workbench.objectives.arguments import full, same_shape, within
+from workbench.objectives.arguments import check_range, same_shape, upcast
 from workbench.support.validation import at_least
 
 # ORPO clamps mean token probabilities to this, because the odds of 1 are infinite.
@@ -34,8 +34,8 @@ def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None 
     Raises `BadInput` on unequal shapes.
     """
     same_shape(chosen_P=chosen_P, rejected_P=rejected_P, **({} if margin_P is None else {"margin_P": margin_P}))
-    gap_P = full(chosen_P) - full(rejected_P)
-    return -logsigmoid(gap_P if margin_P is None else gap_P - full(margin_P).detach())
+    gap_P = upcast(chosen_P) - upcast(rejected_P)
+    return -logsigmoid(gap_P if margin_P is None else gap_P - upcast(margin_P).detach())
 
 
 class DPOStats(NamedTuple):
@@ -66,10 +66,10 @@ def dpo_loss(
     Raises `BadInput` on unequal shapes, beta < 0, label_smoothing outside [0, 0.5].
     """
     same_shape(chosen_P=chosen_P, rejected_P=rejected_P, ref_chosen_P=ref_chosen_P, ref_rejected_P=ref_rejected_P)
-    within("beta", beta, 0.0)
-    within("label_smoothing", label_smoothing, 0.0, 0.5)
-    chosen_rewards_P = beta * (full(chosen_P) - full(ref_chosen_P).detach())
-    rejected_rewards_P = beta * (full(rejected_P) - full(ref_rejected_P).detach())
+    check_range("beta", beta, 0.0)
+    check_range("label_smoothing", label_smoothing, 0.0, 0.5)
+    chosen_rewards_P = beta * (upcast(chosen_P) - upcast(ref_chosen_P).detach())
+    rejected_rewards_P = beta * (upcast(rejected_P) - upcast(ref_rejected_P).detach())
     h_P = chosen_rewards_P - rejected_rewards_P
     loss_P = -(1 - label_smoothing) * logsigmoid(h_P) - label_smoothing * logsigmoid(-h_P)
     return loss_P, DPOStats(chosen_rewards_P.detach(), rejected_rewards_P.detach())
@@ -104,8 +104,8 @@ def ipo_loss(
         chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P,
     )  # fmt: skip
     at_least("beta", beta, 0, strictly=True)
-    chosen_P = (full(chosen_P) - full(ref_chosen_P).detach()) / chosen_tokens_P
-    rejected_P = (full(rejected_P) - full(ref_rejected_P).detach()) / rejected_tokens_P
+    chosen_P = (upcast(chosen_P) - upcast(ref_chosen_P).detach()) / chosen_tokens_P
+    rejected_P = (upcast(rejected_P) - upcast(ref_rejected_P).detach()) / rejected_tokens_P
     loss_P = (chosen_P - rejected_P - 1 / (2 * beta)) ** 2
     return loss_P, DPOStats(beta * chosen_P.detach(), beta * rejected_P.detach())
 
@@ -137,8 +137,8 @@ def orpo_loss(
     same_shape(
         chosen_P=chosen_P, rejected_P=rejected_P, chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P
     )
-    within("beta", beta, 0.0)
-    chosen_P, rejected_P = full(chosen_P) / chosen_tokens_P, full(rejected_P) / rejected_tokens_P
+    check_range("beta", beta, 0.0)
+    chosen_P, rejected_P = upcast(chosen_P) / chosen_tokens_P, upcast(rejected_P) / rejected_tokens_P
     odds_P, against_P = _log_odds(chosen_P), _log_odds(rejected_P)
     loss_P = -chosen_P - beta * logsigmoid(odds_P - against_P)
     return loss_P, ORPOStats(odds_P.detach(), against_P.detach(), -chosen_P.detach())
@@ -177,8 +177,8 @@ def kto_loss(
     same_shape(log_prob_B=log_prob_B, ref_log_prob_B=ref_log_prob_B, desirable_B=desirable_B)
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     for name, value in {"kl": kl, "beta": beta, **weights}.items():
-        within(name, value, 0.0)
-    ratio_B = full(log_prob_B) - full(ref_log_prob_B).detach()
+        check_range(name, value, 0.0)
+    ratio_B = upcast(log_prob_B) - upcast(ref_log_prob_B).detach()
     good_B = desirable_B.bool()
     # 1 - sigmoid(z) is sigmoid(-z), without cancellation
     loss_B = torch.where(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise, within
+from workbench.objectives.arguments import check_2d, check_range, one_per_row, same_shape, upcast
 from workbench.objectives.estimators import gae, less_baseline
 
 
@@ -50,7 +50,7 @@ def turn_gae(
     never = mask_BT.shape[1]
     first_BK = torch.full(sums_BK.shape, never, device=mask_BT.device)
     first_BK = first_BK.scatter_reduce(1, turn_BT, torch.where(inside_BT, places_T, never), "amin")
-    value_BK = full(values_BT).gather(1, first_BK.clamp(max=max(never - 1, 0))) if never else full(values_BT)
+    value_BK = upcast(values_BT).gather(1, first_BK.clamp(max=max(never - 1, 0))) if never else upcast(values_BT)
     return _of_tokens(gae(sums_BK, value_BK, has_BK, gamma, lam, bootstrap_B), turn_BT, inside_BT)
 
 
@@ -66,14 +66,14 @@ def turn_reinforce(
 
     Raises `BadInput` as `turn_gae` does.
     """
-    zeros_BT = torch.zeros_like(full(token_rewards_BT))
+    zeros_BT = torch.zeros_like(upcast(token_rewards_BT))
     returns_BT, _ = turn_gae(token_rewards_BT, zeros_BT, mask_BT, ends_BT, gamma, 1.0)
     return less_baseline(returns_BT, mask_BT, baseline_B)
 
 
 def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's turn [B, T], each turn's reward [B, K], and whether a turn has a token inside the mask."""
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, ends_BT=ends_BT)
     inside_BT, ends_BT = mask_BT.bool(), ends_BT.bool()
     turn_BT = ends_BT.cumsum(-1) - ends_BT.long()
@@ -82,7 +82,7 @@ def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[
             "mask_BT has tokens behind the last end of ends_BT",
             "each token that the policy chose is in a turn, which has an end",
         )
-    rewards_BT = torch.where(inside_BT, full(token_rewards_BT), 0.0)
+    rewards_BT = torch.where(inside_BT, upcast(token_rewards_BT), 0.0)
     sums_BK = torch.zeros_like(rewards_BT).scatter_add(1, turn_BT, rewards_BT)
     return turn_BT, sums_BK, torch.zeros_like(sums_BK).scatter_add(1, turn_BT, inside_BT.to(sums_BK)) > 0
 
@@ -111,7 +111,7 @@ def macro_gae(
 
     Raises `BadInput` as `gae` does.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, values_BT=values_BT, ends_BT=ends_BT)
     mask_BT = mask_BT.bool()
     ends_BT = ends_BT.bool() & mask_BT
@@ -119,7 +119,7 @@ def macro_gae(
     macros = int(which_BT.max()) + 1 if which_BT.numel() else 0
 
     def sums(x_BT: Tensor) -> Tensor:
-        x_BT = torch.where(mask_BT, full(x_BT), 0.0)
+        x_BT = torch.where(mask_BT, upcast(x_BT), 0.0)
         return x_BT.new_zeros(len(x_BT), macros).scatter_add(1, which_BT, x_BT)
 
     count_BM = sums(mask_BT)
@@ -135,8 +135,8 @@ def _of_tokens(of_actions: tuple[Tensor, Tensor], which_BT: Tensor, mask_BT: Ten
 
 def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
     """Return the ends of fixed n-grams of `tokens` tokens inside the mask, bool [B, T]; `BadInput` on tokens < 1."""
-    tokenwise(mask_BT)
-    within("tokens", tokens, 1)
+    check_2d(mask_BT)
+    check_range("tokens", tokens, 1)
     mask_BT = mask_BT.bool()
     return mask_BT & (mask_BT.cumsum(-1) % tokens == 0)
 
@@ -147,12 +147,12 @@ def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
     seeds: one per row, from 0 to 2^63 - 1. (The authors shuffle a list with equally many of each length; tokens after
     its end are one macro action.) Raises `BadInput` unless there are as many seeds as rows.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     one_per_row("seeds", torch.empty(len(seeds)), mask_BT)
     mask_BT = mask_BT.bool()
     ends_BT = torch.zeros_like(mask_BT)
     for i, seed in enumerate(seeds):
-        within("seed", seed, 0, 2**63 - 1)
+        check_range("seed", seed, 0, 2**63 - 1)
         places = mask_BT[i].nonzero()[:, 0]
         draws = torch.randint(len(RANDOM_TOKENS), (len(places),), generator=torch.Generator().manual_seed(seed))
         last = torch.tensor(RANDOM_TOKENS)[draws].cumsum(0) - 1
@@ -168,11 +168,11 @@ def perplexity_ends(log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
     log_prob_BT: the reference's, as in the authors' code (where a macro action ends one token earlier than in the
     paper). Raises `BadInput` on unequal shapes.
     """
-    tokenwise(mask_BT)
+    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
     mask_BT = mask_BT.bool()
     place_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)  # among the tokens of the mask
-    inside_BT = torch.where(mask_BT, full(log_prob_BT), 0.0)
+    inside_BT = torch.where(mask_BT, upcast(log_prob_BT), 0.0)
     packed_BT = torch.zeros_like(inside_BT).scatter_add(1, place_BT, inside_BT)
     rises_BT = torch.zeros_like(mask_BT)
     rises_BT[:, :-1] = packed_BT[:, 1:] < packed_BT[:, :-1]

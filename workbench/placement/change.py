@@ -135,12 +135,12 @@ class PlacementChange(Moves):
 
     def during(self, device: int, *, certain: bool = False) -> int:
         """Return the peak bytes on a device during the change: roles that stay, roles that leave, new roles, batches,
-        buffers. certain: count only bytes that are needed in any case, see `RankMemory.certain`."""
+        buffers. certain: count only bytes that are needed in any case, see `RankMemory.least_bytes`."""
         actions = {change.role: change.action for change in self.roles}
 
         def held(tenants: Iterable[Tenant]) -> int:
             memories = [tenant.memory for tenant in tenants]
-            return sum(m.certain(on_cpu=self.device == "cpu") if certain else m.lasting for m in memories)
+            return sum(m.least_bytes(on_cpu=self.device == "cpu") if certain else m.lasting for m in memories)
 
         def engine(tenant: Tenant) -> int:
             cache = 0 if certain and self.device == "cpu" else tenant.memory.generation_kv_cache
@@ -170,7 +170,7 @@ class PlacementChange(Moves):
         for devices in [self.devices] if self.device == "cpu" else [(n,) for n in self.devices]:
             where = "this machine" if self.device == "cpu" else f"cuda:{devices[0]}"
             moving = sum(self.during(n, certain=True) for n in devices)
-            afterwards = self.after.certain(*devices)
+            afterwards = self.after.least_bytes(*devices)
             for when, needs in (("while things move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
                     has = bytes_text(self.has_bytes)

@@ -120,7 +120,7 @@ def placed(
         for role in pool.roles:
             model = models[role]
             if model is not None:
-                layout = model.standing(placement.layout_of(role))
+                layout = model.rank_layout(placement.layout_of(role))
                 for rank in range(pool.devices):
                     yield role, model, layout, rank, numbers[pool.name][rank]
 
@@ -196,17 +196,17 @@ class MemoryEstimate:
     def peak(self, device: int) -> int:
         """Return a bound of a device's peak: the lasting bytes, and the most that one role needs while it computes."""
         if self.take_turns:
-            return max((tenant.memory.turn for tenant in self.on(device)), default=0)
+            return max((tenant.memory.turn_peak for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
 
-    def certain(self, *devices: int) -> int:
+    def least_bytes(self, *devices: int) -> int:
         """Return the least bytes that devices together need: without activations and (on a CPU) without caches and
         mapped files, with the gradients of the role that has most."""
         lasting, gradients, generating = Counter[str](), Counter[str](), Counter[str]()
         for tenant in self.tenants:
             if tenant.device in devices:
                 role, memory = tenant.role, tenant.memory
-                lasting[role] += memory.certain(on_cpu=self.device == "cpu")
+                lasting[role] += memory.least_bytes(on_cpu=self.device == "cpu")
                 gradients[role] += memory.gradients
                 generating[role] += memory.generating
         if self.take_turns:
@@ -304,7 +304,7 @@ def _fitted(
         return model
     if tokens is not None:
         return replace(model, automatic_tokens=tokens)
-    layout, left = model.standing(placement.layout_of(role)), found[role].pass_bytes(device_bytes)
+    layout, left = model.rank_layout(placement.layout_of(role)), found[role].pass_bytes(device_bytes)
     ranks = range(placement.pool_of(role).devices)
     return replace(model, automatic_tokens=min(fitting_tokens(model, layout, rank, left) for rank in ranks))
 
@@ -327,7 +327,7 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
     for tenant in estimate.tenants if estimate.device == "cuda" else ():
         _check_cache(estimate, tenant, models[tenant.role], has_bytes)
     for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
-        certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
+        certain, peak = estimate.least_bytes(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
         if certain > has_bytes:
             raise BadInput(
@@ -379,7 +379,7 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
     """Raise `BadInput` if a trained model on a GPU has too little memory for the given micro-batch size."""
     if model is None or not model.trained or model.training.micro_batch_tokens is None:
         return
-    memory, layout = tenant.memory, model.standing(estimate.placement.layout_of(tenant.role))
+    memory, layout = tenant.memory, model.rank_layout(estimate.placement.layout_of(tenant.role))
     needs = int(SURE * activation_bytes(model, layout, tenant.rank))
     beside = memory.lasting - memory.generating if estimate.take_turns else estimate.lasting(tenant.device)
     if (most := beside + memory.gradients + needs) > has_bytes:
@@ -392,7 +392,7 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
-    """Return (bytes, role, use) of these devices together, the largest first. certain: only what `certain` counts."""
+    """Return (bytes, role, use) of these devices together, the largest first. certain: only `least_bytes`."""
     on_cpu = estimate.device == "cpu"
     unsure = {"sync_copy", "activations", *(["generation_kv_cache"] if on_cpu else [])}
     found = Counter[tuple[str, str]]()

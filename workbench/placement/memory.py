@@ -91,13 +91,13 @@ class RankMemory:
         return self.generation_weights + self.generation_kv_cache
 
     @property
-    def turn(self) -> int:
+    def turn_peak(self) -> int:
         """The peak bytes if roles of a device take turns: the generation engine sleeps while its role is trained, and
         the trainer is offloaded after a sync."""
         trained, synced = self.lasting - self.generating + self.passing, self.parameters + self.generation_weights
         return max(trained, synced, self.generating + self.decoding)
 
-    def certain(self, *, on_cpu: bool) -> int:
+    def least_bytes(self, *, on_cpu: bool) -> int:
         """Return the least lasting bytes. on_cpu: memory is allocated when written, so a cache may stay small, and
         weights mapped from a file may be shared."""
         unsure = self.generation_kv_cache + self.may_be_mapped if on_cpu else 0

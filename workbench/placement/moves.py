@@ -35,7 +35,7 @@ from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLLOUT
 
 Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
-TAKEN_ALONG = ("rebuilt", "moves")  # actions that move the role's state
+STATE_MOVES = ("rebuilt", "moves")  # actions that move the role's state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Moves:
     """The moves of a change `old` -> `new`.
 
     models: the models of the roles of `old`; new_models: of `new`, None: the same. numbers: device numbers of the old
-    pools; None: counted up. device: "cpu" or "cuda". again: by pool name, how many earlier pools had the name; a new
-    pool's number follows these. lost: old pools whose processes do not answer, and whose roles are not in `new`.
+    pools; None: counted up. device: "cpu" or "cuda". earlier_pools: by pool name, how many had the name; a new pool's
+    number follows these. lost: old pools whose processes do not answer, and whose roles are not in `new`.
     batch_bytes: of batches, by the names of old processes. fresh: trained roles that have not taken an optimizer step,
     so have no moments.
     """
@@ -85,7 +85,7 @@ class Moves:
     new_models: Models | None = field(default=None, repr=False)
     numbers: Mapping[str, Sequence[int]] | None = None
     device: str = "cpu"
-    again: Mapping[str, int] = field(default_factory=dict)
+    earlier_pools: Mapping[str, int] = field(default_factory=dict)
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     fresh: Collection[str] = ()
     lost: Collection[str] = ()
@@ -121,22 +121,22 @@ class Moves:
         """Every process, the old ones first. `matrix` uses their indices."""
         found = []
         for pool in self.old.pools:
-            again, ends = self.again.get(pool.name, 0), pool.name not in self.kept
+            earlier, ends = self.earlier_pools.get(pool.name, 0), pool.name not in self.kept
             for rank, device in enumerate(self.old_numbers[pool.name]):
-                name = host_name(pool.name, rank, again)
+                name = host_name(pool.name, rank, earlier)
                 found.append(Place(pool=pool.name, rank=rank, device=device, name=name, ends=ends))
         for pool in self.new.pools:
             if pool.name in self.kept:
                 continue
             for rank, device in enumerate(self.new_numbers[pool.name]):
-                name = host_name(pool.name, rank, self.next_again(pool.name))
+                name = host_name(pool.name, rank, self.earlier_pools_of(pool.name))
                 found.append(Place(pool=pool.name, rank=rank, device=device, name=name, new=True))
         return tuple(found)
 
-    def next_again(self, pool: str) -> int:
+    def earlier_pools_of(self, pool: str) -> int:
         """Return how many earlier pools had the name of a new pool."""
-        there = {pool.name for pool in self.old.pools} | self.again.keys()
-        return self.again.get(pool, 0) + 1 if pool in there else 0
+        there = {pool.name for pool in self.old.pools} | self.earlier_pools.keys()
+        return self.earlier_pools.get(pool, 0) + 1 if pool in there else 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -158,10 +158,10 @@ class Moves:
 
     def _side(self, role: str, placement: Placement, *, after: bool) -> tuple[Layout, tuple[int, ...]]:
         model, layout = (self.models_after if after else self.models)[role], placement.layout_of(role)
-        standing = layout if model is None else model.standing(layout)
+        rank_layout = layout if model is None else model.rank_layout(layout)
         pool = placement.pool_of(role).name
         places = ((n, place) for n, place in enumerate(self.places) if place.pool == pool)
-        return standing, tuple(n for n, place in places if not (place.ends if after else place.new))
+        return rank_layout, tuple(n for n, place in places if not (place.ends if after else place.new))
 
     @cached_property
     def roles(self) -> tuple[RoleChange, ...]:
@@ -207,7 +207,7 @@ class Moves:
         layouts = [placement.layout_of(role) if role in placement.roles else None for placement in both]
         action = self._action(role, pools, layouts)
         matrix = self._nothing()
-        if action in TAKEN_ALONG:
+        if action in STATE_MOVES:
             for part in self.parts(role):
                 plan = part.reshard(self.source(role), self.destination(role))
                 matrix[np.ix_(plan.ranks, plan.ranks)] += plan.figures().matrix * part.copies
@@ -233,4 +233,4 @@ class Moves:
             return "rebuilt"
         if engines[0] == engines[1] or before is None or after is None or layouts[0] is None:
             return "stays"
-        return "engine" if before.standing(layouts[0]) == after.standing(layouts[0]) else "rebuilt"
+        return "engine" if before.rank_layout(layouts[0]) == after.rank_layout(layouts[0]) else "rebuilt"

@@ -46,9 +46,9 @@ class Pool:
         return self.devices // ranks + (rank < self.devices % ranks)
 
 
-def host_name(pool: str, rank: int, again: int = 0) -> str:
-    """Return the name of a rank's process. again: how many pools of that name the workbench had before this one."""
-    return f"{pool}-{rank}" + (f".{again}" if again else "")
+def host_name(pool: str, rank: int, earlier_pools: int = 0) -> str:
+    """Return the name of a rank's process. earlier_pools: how many the workbench had by that name."""
+    return f"{pool}-{rank}" + (f".{earlier_pools}" if earlier_pools else "")
 
 
 EXAMPLE = 'Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})'

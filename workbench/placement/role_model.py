@@ -173,7 +173,7 @@ class RoleModel:
         moves = (self.trained and self.adapter is None) or self.samples_only
         return ModelWeights((), self.weights.layers) if moves else self.weights
 
-    def standing(self, layout: Layout) -> Layout:
+    def rank_layout(self, layout: Layout) -> Layout:
         """Return a placement's layout with the numbering that the role's ranks use: an actor that is split over several
         ranks generates in groups of consecutive ranks."""
         if self.generation is None or layout.p * layout.t == 1:

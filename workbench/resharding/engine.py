@@ -110,7 +110,7 @@ def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard)
             view_of(target, wanted, common).copy_(block[r0 - box[0] : r1 - box[0], c0 - box[2] : c1 - box[2]])
 
 
-def laid_out(tensor: Tensor, held: WeightShard, wanted: WeightShard, device: torch.device | None = None) -> Tensor:
+def convert_shard(tensor: Tensor, held: WeightShard, wanted: WeightShard, device: torch.device | None = None) -> Tensor:
     """Convert a tensor from the shard `held` to the shard `wanted` of a weight, with only their common elements set;
     return the tensor itself if the shards are equal. device: of a new tensor; None: the old one's."""
     if held == wanted:
@@ -190,7 +190,7 @@ class ReshardingEngine:
         for bucket in self._buckets[group]:
             self._exchange(bucket, held, gathered)
         needed = {name: self._needed[name] for name in gathered if name in self._needed}
-        return {name: laid_out(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
+        return {name: convert_shard(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
 
     def arrival(self) -> Arrival:
         """Compare the last transition's checksums of senders with this rank's. Every rank of the plan calls this at the

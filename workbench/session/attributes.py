@@ -9,7 +9,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.stages.group import GroupOperation
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.workers.roles import ROLE_WORKERS
 
 _OWN = ("attached", "stays")  # attributes that opening and scripts set
@@ -42,7 +42,7 @@ def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> A
     if name in ROLE_WORKERS:
         remedy = f"Declare it in models=, or lab.add({name!r}, ...)"
         return AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. {remedy}")
-    near = meant(name, [*roles, *(one for one in known if not one.startswith("_"))], str)
+    near = remedy_for(name, [*roles, *(one for one in known if not one.startswith("_"))], str)
     return AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
 
@@ -53,7 +53,7 @@ def set_attribute(lab: Any, name: str, value: Any) -> None:
     setter = getattr(getattr(kind, name, None), "fset", None)
     if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):
         known = [one for one in dir(lab) if not one.startswith("_")]
-        remedy = _REMEDIES.get(name, "") or ("" if name in known else meant(name, known, str))
+        remedy = _REMEDIES.get(name, "") or ("" if name in known else remedy_for(name, known, str))
         remedy = remedy or "keep a value of your own in a variable"
         raise BadInput(
             f"lab.{name} = {shown(value)}", "a workbench has no such setting: no stage would read it", remedy

@@ -19,7 +19,7 @@ from workbench.settings.engines import SYNC_STRATEGIES
 from workbench.stages.group import Groups
 from workbench.stages.live_settings import EVENT
 from workbench.support.checked_calls import checked_call
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import NonNegativeInt, PositiveInt, one_of
 from workbench.telemetry.sinks import TrackedRun
 from workbench.telemetry.spans import TransferKind
@@ -57,7 +57,7 @@ class History:
         recorded = list(dict.fromkeys(self._telemetry.metrics()["stage"]))
         operations = {name for group in self._groups.by_role.values() for name in group.operations}
         known = [*recorded, *sorted({*operations, "compute_advantages", "evaluate"} - {*recorded})]
-        near = meant(stage, known, "lab.metrics({!r})".format)
+        near = remedy_for(stage, known, "lab.metrics({!r})".format)
         if stage not in known and (recorded or near):
             raise NotFound(f"metrics of stage {stage!r}", f"there are those of {', '.join(known)}", near)
         return found
@@ -95,10 +95,10 @@ class History:
         moved_bytes on all ranks; least_bytes, which every strategy has to move; and the maxima over ranks:
         received_bytes, peak_parameter_bytes, kept_twice_bytes (kept beside the generation weights). Without rows where
         ranks hold whole models and generate with them, or where rollout workers generate."""
-        plans: pd.DataFrame = self._once("sync_plans", self._make_sync_plans)
+        plans: pd.DataFrame = self._cached("sync_plans", self._make_sync_plans)
         return plans.copy()
 
-    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+    def _cached(self, what: str, make: Callable[[], Any]) -> Any:
         """Return a value that depends only on the layout and hosts of the actor and the rollout workers; compute it
         once for each of these."""
         groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
@@ -139,7 +139,7 @@ class History:
 
     def _least_sync_bytes(self) -> int:
         """Return the least bytes that an actor's weight sync moves: between its ranks, or to the rollout workers."""
-        return int(self._once("least_sync_bytes", self._make_least_sync_bytes))
+        return int(self._cached("least_sync_bytes", self._make_least_sync_bytes))
 
     def _make_least_sync_bytes(self) -> int:
         from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout

@@ -29,7 +29,7 @@ from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
-from workbench.placement.moves import TAKEN_ALONG, RoleChange
+from workbench.placement.moves import STATE_MOVES, RoleChange
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.support.notebook_cell import running_cell, running_position, variable_of
@@ -210,11 +210,11 @@ class Move:
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
-        return self._by_pool(self._change.new, (*TAKEN_ALONG, "added"), lambda role: role.new_pool)
+        return self._by_pool(self._change.new, (*STATE_MOVES, "added"), lambda role: role.new_pool)
 
     @cached_property
     def _closed(self) -> dict[str, list[str]]:
-        return self._by_pool(self._change.old, (*TAKEN_ALONG, "dropped"), lambda role: role.old_pool)
+        return self._by_pool(self._change.old, (*STATE_MOVES, "dropped"), lambda role: role.old_pool)
 
     def _by_pool(
         self, placement: Placement, actions: Collection[str], pool_of: Callable[[RoleChange], str]
@@ -238,17 +238,17 @@ class Move:
         return found
 
     @cached_property
-    def _after(self) -> list[HostInfo]:
+    def _hosts_after(self) -> list[HostInfo]:
         """The hosts of the new placement, pool by pool."""
         left = [i for i, place in zip(self.infos, self._change.places, strict=True) if not place.ends]
         return [info for pool in self._change.new.pools for info in left if info.pool == pool.name]
 
     @cached_property
-    def _kept(self) -> list[HostInfo]:
+    def _changed_hosts(self) -> list[HostInfo]:
         """The hosts that stay, and change."""
         new = set(self.new)
         pools = {pool for roles in (self._built, self._closed, self._engines) for pool, found in roles.items() if found}
-        return [info for info in self._after if info not in new and info.pool in pools]
+        return [info for info in self._hosts_after if info not in new and info.pool in pools]
 
     @cached_property
     def _moves(self) -> list[RoleMove]:
@@ -259,7 +259,7 @@ class Move:
                 role=role.role, key=self._key, hosts=names, parts=change.parts(role.role),
                 source=change.source(role.role), destination=change.destination(role.role),
             )
-            for role in change.roles if role.action in TAKEN_ALONG
+            for role in change.roles if role.action in STATE_MOVES
         ]  # fmt: skip
 
     # --- before the switch --------------------------------------------------------------------------------------------
@@ -280,19 +280,19 @@ class Move:
         """Start new hosts, and have the hosts of the new placement build, receive and verify their roles. Returns for
         how many seconds any host received state."""
         backend, new = self._hosts.backend, set(self.new)
-        steps = self._fill([info for info in self._after if info not in new], rank_states)
+        steps = self._build_and_receive([info for info in self._hosts_after if info not in new], rank_states)
         if self.new:
             self._started = True
             self._note("starting hosts")
             backend.start(self.new)
             join_pools(backend, self.new, self._note)
-            steps += self._fill(self.new, rank_states)
+            steps += self._build_and_receive(self.new, rank_states)
         taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Received)]
         for part in taken:
             self._runner.telemetry.append_transfers(part.transfers)
         return union_s((part.start_s, part.end_s) for part in taken)
 
-    def _fill(self, hosts: Sequence[HostInfo], rank_states: dict[str, list[RankState]]) -> list[Step]:
+    def _build_and_receive(self, hosts: Sequence[HostInfo], rank_states: dict[str, list[RankState]]) -> list[Step]:
         """Ask hosts to build roles, and to receive their state and the batches of hosts that end: one after the other,
         in the same order on all ranks of a pool."""
         steps = begin_loading(
@@ -336,7 +336,7 @@ class Move:
             backend.ask(info.name, "release", keys)
             asked.append((info, backend.work(info.name, "abandon_move", ending)))
         backend.wait([pending for _, pending in asked], ANSWER_S)
-        noted = {info.name: self._hosts.account(info.pool, self._title, pending) for info, pending in asked}
+        noted = {info.name: self._hosts.note_outcome(info.pool, self._title, pending) for info, pending in asked}
         lost, late = ([name for name, how in noted.items() if how == kind] for kind in ("lost", "late"))
         if isinstance(error, WorkbenchError):
             error.value = f"{self._title}: {error.value}"
@@ -356,14 +356,14 @@ class Move:
     def _switch(self) -> None:
         hosts, backend = self._hosts, self._hosts.backend
         threads = self._description.threads
-        for info in self._after:
+        for info in self._hosts_after:
             if info.threads != threads:
                 backend.work(info.name, "set_threads", threads)
-        moved = tuple(replace(info, threads=threads) for info in self._after)
+        moved = tuple(replace(info, threads=threads) for info in self._hosts_after)
         with hosts.changing:  # settings may have been assigned since the move began
-            hosts.become(replace(self._description.retrained_as(hosts.description), moved=moved))
+            hosts.set_description(replace(self._description.retrained_as(hosts.description), moved=moved))
             self._runner.groups.follow_hosts()
-        if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
+        if any(role.role == ROLLOUT and role.action in STATE_MOVES for role in self._change.roles):
             # its engines are new: they lack the weights that were sent before
             weights = self._runner.counters.weights
             weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)
@@ -374,7 +374,7 @@ class Move:
             Step("replacing roles", info, backend.work(info.name, "replace_roles",
                 self._closed.get(info.pool, []), self._built.get(info.pool, []), self._engines.get(info.pool, {}),
             ))
-            for info in self._kept
+            for info in self._changed_hosts
         ]  # fmt: skip
         for info in self.ending:
             hosts.lost.pop(info.pool, None)
@@ -384,11 +384,11 @@ class Move:
             settle(backend, steps, self._note)
         except BaseException:
             for step in steps:
-                hosts.account(step.host.pool, f"the last step of {self._title}", step.pending)
+                hosts.note_outcome(step.host.pool, f"the last step of {self._title}", step.pending)
             raise
         finally:
             keys = [key for move in self._moves for key in move.published]
-            for info in self._after:
+            for info in self._hosts_after:
                 backend.ask(info.name, "release", keys)
             if self.ending:
                 self._note("ending old hosts")

@@ -58,9 +58,9 @@ class Position:
     def take_up(self, algorithm: Algorithm) -> None:
         """Have a new algorithm go on from the saved position of its class."""
         saved = self.saved_algorithm
-        if saved is None or algorithm.taken_up or saved["class"] != type(algorithm).__name__:
+        if saved is None or algorithm.restored or saved["class"] != type(algorithm).__name__:
             return
-        algorithm.go_on(saved, self._made(saved) if saved["under_way"] else None)
+        algorithm.resume_at(saved, self._made(saved) if saved["under_way"] else None)
         self.algorithm = algorithm  # so that `recover` puts it back, even before its first step
         if saved["under_way"]:
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
@@ -117,16 +117,16 @@ class Position:
 
     def put_back_stream(self, stream: ExampleStream) -> None:
         """Put a stream back to the saved position of the same rows, or to its start where none was saved."""
-        stream.take_up(stream.first)
+        stream.resume_if_same(stream.first)
         for state in self.saved_streams:
-            if stream.take_up(state):
+            if stream.resume_if_same(state):
                 self.saved_streams = [other for other in self.saved_streams if other is not state]
                 break
 
     def streams(self) -> list[ExampleStream]:
         return [stream for known in self._streams if (stream := known()) is not None]
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Go back to the position of a workbench that was just opened."""
         self.saved_algorithm, self.saved_streams, self.checkpoint = None, (), None
         self.buffer.clear()

@@ -30,7 +30,7 @@ class Rates:
         self._hosts, self._ownership, self._groups, self._telemetry = hosts, ownership, groups, telemetry
         self._probes: dict[tuple[str, str], tuple[float, float]] = {}  # by machines: time, bytes per second
 
-    def known(self, change: PlacementChange, machines: Mapping[str, str]) -> PlacementChange:
+    def with_rates(self, change: PlacementChange, machines: Mapping[str, str]) -> PlacementChange:
         """Return the change with the rates of its transfers. machines: of the living hosts, by host name."""
         between = change.between
         if len({*machines.values(), *change.machines} - {""}) < 2:

@@ -148,7 +148,7 @@ def _put_back(
         restoring.load(runner, position, prompts, note)
         runner.counters.iterations_to_skip = 0  # nothing is repeated automatically
     else:
-        _begin_anew(runner, position, prompts)
+        _reset(runner, position, prompts)
     return lost
 
 
@@ -170,7 +170,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
     note("ending what is left of lost pools")
     with suppress(WorkbenchError):
         backend.end(old)
-    infos = [_anew(info, hosts.run_folder) if info.pool in lost else info for info in hosts.infos]
+    infos = [_successor(info, hosts.run_folder) if info.pool in lost else info for info in hosts.infos]
     new = [info for info in infos if info.pool in lost]
     try:
         note("starting hosts")
@@ -185,7 +185,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
         hosts.lost |= dict.fromkeys(lost, "a recovery that failed")
         raise
     with hosts.changing:
-        hosts.become(replace(hosts.description, moved=tuple(infos)))
+        hosts.set_description(replace(hosts.description, moved=tuple(infos)))
         runner.groups.follow_hosts()
     for pool in lost:
         hosts.lost.pop(pool, None)
@@ -197,18 +197,18 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
     hosts.drive()
 
 
-def _anew(info: HostInfo, run_folder: Path) -> HostInfo:
+def _successor(info: HostInfo, run_folder: Path) -> HostInfo:
     """Return the successor of a host. It gets a new name, because what the old host kept is gone."""
     new = replace(info, again=info.again + 1)
     return replace(new, log_path=str(run_folder / "logs" / f"{new.name}.log"))
 
 
-def _begin_anew(runner: StageRunner, position: Position, prompts: PromptStream) -> None:
+def _reset(runner: StageRunner, position: Position, prompts: PromptStream) -> None:
     """Go back to the counters of a workbench that was just opened; run numbers go on."""
     counters = runner.counters
     counters.iteration, counters.draws, counters.last_metrics = 0, {}, {}
-    prompts.go_back()
-    position.begin_anew()
+    prompts.reset()
+    position.reset()
     # rollout workers may be of another class than the actor: they are sent its weights
     counters.weights = {
         role: Weights.fresh(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
@@ -231,7 +231,7 @@ def take_over(
     """Give a workbench what the previous kernel recorded. note: called with a text about what is waited for."""
     if recorded.counters:
         _take_counters(recorded.counters, runner)
-        prompts.go_on(
+        prompts.restore(
             recorded.counters["drawn"], recorded.counters["prompts"], recorded.ledger, recorded.ledger_changes
         )
     if runner.ownership.drives:

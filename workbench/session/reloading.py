@@ -35,7 +35,7 @@ from workbench.stages.runner import StageRunner
 from workbench.support import pickles
 from workbench.support.calls.pickling import name_of
 from workbench.support.fingerprint import code_behind, is_of_notebook
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.sources import SourceFile, Stamp, loaded, stamp_of
 from workbench.workers.patching import Patch, Patched, check_syntax
 from workbench.workers.roles import ROLE_WORKERS
@@ -141,7 +141,7 @@ class Reloader:
             return ReloadReport({})
         report = self._patch(texts, models)
         with self._hosts.changing:  # settings may have been assigned since the reload began
-            self._hosts.become(description.retrained_as(self._hosts.description))
+            self._hosts.set_description(description.retrained_as(self._hosts.description))
         for groups in {self._runner.groups, *self._groups_of_process()}:
             groups.take_new_code()
         self._hosts.record()
@@ -195,7 +195,7 @@ class Reloader:
                 assign = f"assign it: {title.lower()}.{field.name} = {getattr(part, '__qualname__', '...')}"
                 held.append((f"{title}.{field.name} is the one of before; {assign}", part, partial(code_behind, part)))
         for what, part, before in held:
-            now, key = _now(part), f"{name_of(part)}: {what}"
+            now, key = _current_definition(part), f"{name_of(part)}: {what}"
             if now is not part and now is not self._told_of_cells.get(key):
                 self._told_of_cells[key] = now
                 if code_behind(now) != before():
@@ -253,7 +253,7 @@ class Reloader:
         """Return, by role, the models whose function or worker class the notebook redefined since hosts got it."""
         found = dict[str, Model]()
         for role, field, part in self._notebook_code():
-            now = _now(part)
+            now = _current_definition(part)
             code = code_behind(now)
             if code != self._shipped.get((role, field), code):
                 found[role] = found.get(role, self._hosts.description.models[role]).changed(**{field: now})
@@ -266,7 +266,7 @@ class Reloader:
             where = f"reload({role}={name_of(given) if callable(given) else shown(given)})"
             if role not in self._hosts.description.models or role == ROLLOUT:
                 others = [name for name in self._hosts.description.models if name != ROLLOUT]
-                raise BadInput(where, f"this workbench has {', '.join(others)}", meant(role, others, str) or "")
+                raise BadInput(where, f"this workbench has {', '.join(others)}", remedy_for(role, others, str) or "")
             model = self._hosts.description.models[role]
             if isinstance(given, type):
                 found[role] = model.changed(worker=given)
@@ -361,7 +361,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-def _now(part: Any) -> Any:
+def _current_definition(part: Any) -> Any:
     """Return the function or class that the notebook has now under the name of `part`; `part` itself where only one of
     both is a wrapper, because `functools.wraps` passes the name on."""
     now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)

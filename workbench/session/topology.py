@@ -21,7 +21,7 @@ from workbench.errors import BadInput
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
-from workbench.placement.moves import TAKEN_ALONG
+from workbench.placement.moves import STATE_MOVES
 from workbench.session.rates import Rates
 from workbench.stages.group import Groups
 from workbench.stages.ledger import Counters, Ownership
@@ -189,7 +189,7 @@ class Topology:
             lost=lost,
             fresh=set(self._counters.weights).difference(*(s["moments"] for s in seen)),
             device=description.device,
-            again=self._hosts.pools_ended | {info.pool: info.again for info in self._hosts.infos},
+            earlier_pools=self._hosts.pools_ended | {info.pool: info.again for info in self._hosts.infos},
             has_bytes=room,
             capacity_bytes=None if room is None else min(map(capacity_bytes, seen)),
         )
@@ -202,7 +202,7 @@ class Topology:
                 change = replace(change, machines=tuple(known.get(name, "") for name in change.names))
             except BadInput as error:  # the free devices are not on one machine
                 refusal = error
-        change = self.rates.known(change, machines)
+        change = self.rates.with_rates(change, machines)
         rest_s = self._rest_s(starts=any(place.new for place in change.places))
         return replace(change, refusal=refusal, start_s=_start_s(change, seen), rest_s=rest_s)
 
@@ -243,7 +243,7 @@ class Topology:
             return int(min(s["device_bytes"] for s in seen))
         if len({s["machine"] for s in seen}) > 1:
             return None
-        held = sum(tenant.memory.certain(on_cpu=True) for tenant in self.estimate().tenants)
+        held = sum(tenant.memory.least_bytes(on_cpu=True) for tenant in self.estimate().tenants)
         return int(min(s["available_bytes"] for s in seen)) + held + sum(s["batch_bytes"] for s in seen)
 
     def _rest_s(self, *, starts: bool) -> float | None:
@@ -265,6 +265,6 @@ def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:
             loading[role] = max(seconds, loading.get(role, 0.0))
     found = dict.fromkeys((place.pool for place in change.places if place.new), starting)
     for role in change.roles:
-        if role.action in (*TAKEN_ALONG, "added"):
+        if role.action in (*STATE_MOVES, "added"):
             found[role.new_pool] = found.get(role.new_pool, 0.0) + loading.get(role.role, 0.0)
     return max(found.values(), default=0.0)

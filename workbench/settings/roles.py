@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.errors import BadInput
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
 # has no model of its own; if a placement has this role, it generates for the actor
@@ -24,5 +24,5 @@ def check_role(role: str, *, more: tuple[str, ...] = ()) -> str:
             "lab.move(lab.placement.with_role('environment', 'environments', devices=4)), or .without('environment')",
         )
     if role not in roles:
-        raise BadInput(f"unknown role {role!r}", f"a role is one of {', '.join(roles)}", meant(role, roles, repr))
+        raise BadInput(f"unknown role {role!r}", f"a role is one of {', '.join(roles)}", remedy_for(role, roles, repr))
     return role

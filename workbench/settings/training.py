@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput
-from workbench.errors.containing import passes
+from workbench.errors.containing import must_propagate
 from workbench.errors.plain_text import said, shown
 from workbench.settings.roles import CRITICS
 from workbench.support.validation import (
@@ -189,7 +189,7 @@ class Training:
         """Whether each replica holds only a part of each weight: ZeRO-3."""
         return self.engine == "deepspeed" and self.zero_stage == 3
 
-    def doubt(self, role: str) -> str:
+    def learning_rate_warning(self, role: str) -> str:
         """Return a warning if the learning rate is so high that training would destroy the role's model; else ""."""
         if self.peak_learning_rate <= HIGH_RATE:
             return ""
@@ -239,7 +239,7 @@ def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
     try:
         factor = schedule(steps)
     except BaseException as error:
-        if passes(error):
+        if must_propagate(error):
             raise
         raise BadInput(
             f"{called} raised {type(error).__name__}: {said(error)}", rule, "def schedule(step): return 1.0"

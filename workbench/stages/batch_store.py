@@ -118,8 +118,9 @@ class BatchStore:
         for names, pulls in group_pulls(columns, tuple(columns), rows, self._hosts.shard_successors):
             parts = []
             for p in pulls:
-                wire = self._hosts.backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
-                parts.append((p.destinations, p.named(from_wire(wire), names)))
+                host, key = p.shard
+                wire = self._hosts.backend.ask(host, "fetch", key, p.stored_names(names), p.positions).result()
+                parts.append((p.destinations, p.renamed(from_wire(wire), names)))
             table |= assembled(parts)
         return {name: table[name] for name in columns}
 

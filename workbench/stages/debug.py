@@ -174,7 +174,7 @@ def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
         yield backend.host(runner.hosts.infos[0].name)
 
 
-class _Beside(InlineBackend):
+class _KernelBackend(InlineBackend):
     """A host in the kernel that pulls rows and state from the hosts of a workbench."""
 
     def __init__(self, live: Backend) -> None:
@@ -202,7 +202,7 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
     )  # fmt: skip
     description = runner.hosts.description
     lead = description.models[description.lead]
-    backend = _Beside(runner.hosts.backend)
+    backend = _KernelBackend(runner.hosts.backend)
     with torch.random.fork_rng():
         backend.start([info])
         try:
@@ -240,7 +240,7 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
     runner.scheduler.drain()
     model, source = hosts.description.role_models()[role], hosts.description.layout_of(role)
     if model is not None:
-        source = model.standing(source)
+        source = model.rank_layout(source)
     key = f"{runner.ownership.controller}-debug-{secrets.token_hex(4)}"
     move = RoleMove(
         role=role, key=key, hosts=(*group.hosts, host.info.name),

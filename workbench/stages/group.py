@@ -23,7 +23,7 @@ from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import code_behind, fingerprint, is_of_notebook
-from workbench.support.named_fields import SYNONYMS, meant
+from workbench.support.named_fields import SYNONYMS, remedy_for
 from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
 from workbench.workers.roles import ROLE_WORKERS
@@ -197,9 +197,9 @@ class WorkerGroup:
         self.role, self.dropped = role, False
         self.place(pool, hosts, layout)
         self.operations: dict[str, GroupOperation] = {}
-        self.become(spec, worker_class)
+        self.set_worker(spec, worker_class)
 
-    def become(self, spec: Model, worker_class: type) -> None:
+    def set_worker(self, spec: Model, worker_class: type) -> None:
         """Replace the operations by those that a worker class has now."""
         for name in self.operations:
             delattr(self, name)
@@ -263,7 +263,7 @@ class WorkerGroup:
         setattr(self, name, operation)
 
     def __getattr__(self, name: str) -> GroupOperation:
-        near = meant(name, self.operations, str)
+        near = remedy_for(name, self.operations, str)
         raise AttributeError(
             f"{self.role!r} has no operation {name!r}; {near + '; ' if near else ''}it has {', '.join(self.operations)}"
         )
@@ -362,8 +362,8 @@ class Groups:
     def take_new_code(self) -> None:
         """Replace the groups' operations by those that their worker classes have now."""
         for role, (model, _) in self._wanted().items():
-            self.by_role[role].become(model, model.worker or ROLE_WORKERS[role])
-        self.numeric.become(self.numeric.spec, ROLE_WORKERS["numeric"])
+            self.by_role[role].set_worker(model, model.worker or ROLE_WORKERS[role])
+        self.numeric.set_worker(self.numeric.spec, ROLE_WORKERS["numeric"])
         if ROLLOUT in self.by_role:
             self.delegate_rollout()
 

@@ -28,15 +28,15 @@ AS_BEFORE = "things are as before the stage"
 AGAIN = "the same call again goes on; a batch that it takes must be the same"
 
 
-def as_before(name: str) -> StageInterrupted:
+def unchanged(name: str) -> StageInterrupted:
     """Return the error for a run that changed nothing, and whose result was dropped."""
     return StageInterrupted(f"{name} was interrupted", AS_BEFORE, AGAIN)
 
 
-def after(name: str, part: UpdatePart) -> StageInterrupted:
+def stopped_at(name: str, part: UpdatePart) -> StageInterrupted:
     """Return the error for an update that stopped between two of its steps."""
     if not part.steps:
-        return as_before(name)
+        return unchanged(name)
     return StageInterrupted(
         f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
         "the weights are as after that step",
@@ -62,7 +62,7 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
         error.remedy = "; ".join(filter(None, (error.remedy, again)))
 
 
-def cut_short(name: str, *, updates: bool) -> StageInterrupted:
+def twice(name: str, *, updates: bool) -> StageInterrupted:
     """Return the error for an inline run whose computation in this thread a second interrupt ended."""
     if updates:
         rule = "it was left in the middle: what it updates may be half updated"
@@ -70,7 +70,7 @@ def cut_short(name: str, *, updates: bool) -> StageInterrupted:
     return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped", AGAIN)
 
 
-def of(run: Run) -> Exception:
+def error_of(run: Run) -> Exception:
     """Return the error for an interrupted run that is over: nothing changed, or after which optimizer step it stopped.
     For a run that failed, its own error."""
     if run.state == "cancelled":
@@ -78,7 +78,7 @@ def of(run: Run) -> Exception:
     if run.state == "done":
         run.runner.interrupted.not_received(run)
         if not run.updates:
-            return as_before(run.name)
+            return unchanged(run.name)
         again = "the same call again, on the same batch, takes no step, and gives its metrics"
         return StageInterrupted(
             f"{run.name} was interrupted after its last optimizer step", "the update is done", again
@@ -86,7 +86,7 @@ def of(run: Run) -> Exception:
     error = run.future.exception()
     if isinstance(error, WorkbenchError) and not isinstance(error, UpstreamError):
         return error.with_traceback(None)
-    return as_before(run.name)
+    return unchanged(run.name)
 
 
 # --- updates that were interrupted ----------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class Interrupted:
     def not_received(self, run: Run) -> None:
         """Note that the caller of a successful run did not get the result: the same call again must give it."""
         if run.updates and run.group.role in self._counters.weights and not run.writes:
-            self._remember(_sent_run(run), run.parts, run.given)
-            if run.over:
+            self._remember(_sent_run(run), run.parts, run.update_result)
+            if run.ranks_ended:
                 with self._lock:
                     self._ownership.keep_open(run.number)
                     self._keep(self.unfinished[run.group.role])
@@ -159,10 +159,10 @@ class Interrupted:
     def answer_ended(self, run: StageRun) -> None:
         """End a run that repeats a complete, interrupted update, with the metrics of that update."""
         assert run.input is not None
-        run.read, _ = run.input.part(run.operation.travelling(run.reads, run.input))
+        run.read_columns, _ = run.input.finished_columns(run.operation.sent_columns(run.reads, run.input))
         if update := self._take(run, ended=True):
             note(f"{run.name}: was done when it was interrupted; these are its metrics")
-            run.metrics = run.given = update.result
+            run.metrics = run.update_result = update.result
             reported = run.runner.telemetry.reported(run.reported_as, update.number)
             run.answer(update.result, reported=reported)
 
@@ -198,9 +198,9 @@ class Interrupted:
 
     # --- for a later kernel -------------------------------------------------------------------------------------------
     # A sent run stays open in the journal until its caller has its result. A stage of an algorithm is closed by
-    # the entry with the position, see `Ownership.together`; an update by hand is closed when its metrics are returned.
+    # the entry with the position, see `Ownership.one_entry`; an update by hand is closed when its metrics are returned.
 
-    def over(self, run: Run) -> None:
+    def record_end(self, run: Run) -> None:
         """Record in the journal the outcome of a run that its ranks have ended."""
         if self._ownership.journal is not None and run.batch is not None:
             run.batch.settle(wait=False)
@@ -210,7 +210,7 @@ class Interrupted:
             if update is None or update.number != run.number:
                 update = None
                 if done_update and not run.writes and not run.in_position and not run.was_received:
-                    update = replace(_sent_run(run), weights=self._counters.weights.get(role), result=run.given)
+                    update = replace(_sent_run(run), weights=self._counters.weights.get(role), result=run.update_result)
             if update is not None:
                 self._keep(update)
                 return
@@ -269,5 +269,5 @@ def _sent_run(run: Run, seed: tuple[int, ...] = ()) -> SentRun:
     return SentRun(
         number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
         updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
-        read=run.read if run.updates else {}, drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+        read=run.read_columns if run.updates else {}, drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
     )  # fmt: skip

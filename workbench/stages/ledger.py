@@ -147,7 +147,7 @@ class Ownership:
         self.closed, self.drives = False, True
         self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
-        self._gathering: list[int] = []  # the threads that are inside `together`
+        self._entry_threads: list[int] = []  # the threads that are inside `one_entry`
         self.has_position = False  # whether an algorithm's position gets the results of stages called now
         self._over: list[int] = []  # still to be appended
         self._lock = threading.Lock()
@@ -172,39 +172,39 @@ class Ownership:
             return
         with self._lock:
             self._over.extend(over)
-            if self.gathers and sent is None and (over or threading.get_ident() in self._gathering):
+            if self.in_one_entry and sent is None and (over or threading.get_ident() in self._entry_threads):
                 return
             gathered: list[int] = []
-            if not self.gathers:
+            if not self.in_one_entry:
                 gathered, self._over = self._over, gathered
         self.notice_takeover()
         if self.drives:
             self.journal.append(sent=sent, over=gathered)
 
     def keep_open(self, run: int) -> None:
-        """Keep this run open in the journal, although `together` was going to append at its end that it is over."""
+        """Keep this run open in the journal, although `one_entry` was going to append at its end that it is over."""
         with self._lock:
             self._over = [number for number in self._over if number != run]
 
     @property
-    def gathers(self) -> bool:
-        """Whether some thread is inside `together`."""
-        return bool(self._gathering)
+    def in_one_entry(self) -> bool:
+        """Whether some thread is inside `one_entry`."""
+        return bool(self._entry_threads)
 
     @contextmanager
-    def together(self, *, has_position: bool = True) -> Iterator[None]:
+    def one_entry(self, *, has_position: bool = True) -> Iterator[None]:
         """Append the changes made inside, and the ends of stages, at the end as one entry: a kernel that ends in
         between leaves none of them. The sending of a stage, and changes by other threads, are appended at once.
         has_position: whether the entry has the results of the stages called inside; False for stages that a function
         calls."""
         thread, before = threading.get_ident(), self.has_position
-        self._gathering.append(thread)
+        self._entry_threads.append(thread)
         self.has_position = has_position
         try:
             yield
         finally:
             self.has_position = before
-            self._gathering.remove(thread)
+            self._entry_threads.remove(thread)
             self.record()
 
     def check_open(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
 from workbench.settings.training import LIVE, Training
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.support.notebook_cell import running_cell
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LiveSettings:
         for name in changed:
             value = getattr(after, name)
             self.note(f"lab.{role}.training.{name}", getattr(before, name), value, noted=_plain(value) == value)
-        if "learning_rate" in changed and after is not None and (doubt := after.doubt(role)):
+        if "learning_rate" in changed and after is not None and (doubt := after.learning_rate_warning(role)):
             print(doubt)
 
     def _retrain(self, role: str, values: Mapping[str, Any]) -> tuple[Training, list[str]]:
@@ -77,11 +77,11 @@ class LiveSettings:
                 first, f"an update of the {role} is between two of its minibatches, as an interrupt left it",
                 "run the same call again, which takes the rest, and then change it",
             )  # fmt: skip
-        self._hosts.become(description.retrained(role, after, changed))
+        self._hosts.set_description(description.retrained(role, after, changed))
         try:
             self._hosts.record()
         except BaseException:
-            self._hosts.become(description)
+            self._hosts.set_description(description)
             raise
         self._runner.groups.follow_hosts()
         return before, changed
@@ -105,7 +105,7 @@ def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> Non
     for name, value in values.items():
         where = f"lab.{role}.training.{name}"
         if name not in known:
-            near = meant(name, known, f"lab.{role}.training.{{}}".format)
+            near = remedy_for(name, known, f"lab.{role}.training.{{}}".format)
             raise NotFound(where, f"its fields are {', '.join(known)}", near)
         if (
             name == "rates"

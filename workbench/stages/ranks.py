@@ -35,7 +35,7 @@ class RankWatch:
         self.working: list[int] = []
         self.failed: list[int] = []
         self.counts = Counts()
-        self._quiet_since = 0.0  # monotonic
+        self._last_progress_s = 0.0  # monotonic
         self._seen: dict[str, tuple[str, int, int, int]] = {}
         self._asked: dict[str, Pending] = {}
         self._asked_s: dict[str, float] = {}
@@ -46,8 +46,8 @@ class RankWatch:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Restart the clock of `quiet_s`."""
-        self._quiet_since = time.monotonic()
+        """Restart the clock of `stalled_s`."""
+        self._last_progress_s = time.monotonic()
 
     @property
     def outstanding(self) -> list[Pending]:
@@ -65,7 +65,7 @@ class RankWatch:
         """The units that the first rank has done, and their total; (0, 0) where nothing is counted."""
         return self.progressed[:2] if self._seen else self.counts.seen
 
-    def look(self, backend: Backend) -> bool:
+    def poll(self, backend: Backend) -> bool:
         """Take in new answers, and return whether some ranks are still at work."""
         done, answers = set(backend.wait(self.outstanding, 0.0)), self.answers
         failed = [rank for rank in self.working if answers[rank] in done and _failed(answers[rank])]
@@ -73,13 +73,13 @@ class RankWatch:
         self.working = [rank for rank in self.working if answers[rank] not in done]
         return bool(self.working)
 
-    def quiet_s(self, backend: Backend, *, ending: bool) -> float:
+    def stalled_s(self, backend: Backend, *, ending: bool) -> float:
         """Return for how many seconds no rank has made progress, while they are to end: a rank failed, or all are to
         stop. Asks ranks for their status, without waiting for the answers."""
         hosts = [self._hosts[rank] for rank in self.working]
         if self._ask(backend, hosts if ending else hosts[:1]) or not ending:
             self.note_progress()
-        return time.monotonic() - self._quiet_since
+        return time.monotonic() - self._last_progress_s
 
     def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
         """Ask hosts for their status; return whether an earlier answer shows progress."""
@@ -96,7 +96,7 @@ class RankWatch:
                 self._asked[host], self._asked_s[host] = backend.ask(host, "status"), time.monotonic()
         return got_on
 
-    def at(self, backend: Backend) -> str:
+    def status_text(self, backend: Backend) -> str:
         """Return what each rank is doing, in words."""
         asked = {rank: backend.ask(self._hosts[rank], "status") for rank in self.working}
         backend.wait(list(asked.values()), STATUS_S)
@@ -168,7 +168,7 @@ def one_error(run: Run, failures: Mapping[int, Failure]) -> WorkbenchError:
     failures = {n: f for n, f in failures.items() if f.kind != PeerFailed.__name__} or failures
     alike: dict[object, list[int]] = {}
     for rank, failure in failures.items():
-        alike.setdefault(failure.likeness, []).append(rank)
+        alike.setdefault(failure.merge_key, []).append(rank)
     groups = [_rank_failure(ranks, failures) for ranks in alike.values()]
     first, raised = groups[0], failures[groups[0].ranks[0]]
     where = f"{run.name} failed on rank {', '.join(map(str, first.ranks))}"

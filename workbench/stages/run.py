@@ -50,10 +50,9 @@ class Run:
     the role's later stages wait for it. code: a text that is equal for equal code and arguments. reads, writes:
     columns. result_ranks: the ranks whose outputs and metrics make the result. reported_as: the name under which its
     metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: the
-    batch it was given (until it has ended) and the batch it makes. Once it is done: made, meta: the columns and the
-    meta that it made; metrics: from its ranks; given: the result of an update; read: the columns that an update read.
-    parts: of an update that stopped between two steps, how many steps each rank took. Unix times are 0.0 until they are
-    known.
+    batch it was given (until it has ended) and the batch it makes. Once it is done: made_columns, meta: what it made;
+    metrics: from its ranks; update_result: of an update; read_columns: that an update read. parts: of an update that
+    stopped between two steps, how many steps each rank took. Unix times are 0.0 until they are known.
     """
 
     number, submitted_s, started_s, ended_s = 0, 0.0, 0.0, 0.0
@@ -65,7 +64,7 @@ class Run:
     updates = by_loop = stuck = from_store = in_position = was_received = False
     input: Batch | None = None
     batch: Batch | None = None
-    given: Any = None
+    update_result: Any = None
     operation: Operation
     arguments: Mapping[str, Any]
     _then: Callable[[], None] | None = None
@@ -77,15 +76,15 @@ class Run:
         self.replies: list[Reply] = []
         self.unrecorded: list[Reply] = []
         self.parts: tuple[UpdatePart, ...] = ()
-        self.made: Mapping[str, Column] = {}
-        self.read: Mapping[str, Column] = {}
+        self.made_columns: Mapping[str, Column] = {}
+        self.read_columns: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[BatchHandle]] = []  # batches that wait for this run
         self.ranks = RankWatch(group.hosts, "rows" if stage in COUNT_ROWS else "micro-batches")
         self._inputs: list[Run] = []
         self._cleaned = False
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._abandoned = ""  # why its result is no longer wanted
         self._stopping = False  # whether its ranks were asked to stop
         self._clock_s = 0.0  # monotonic, the start of `timeout_s`
@@ -107,14 +106,14 @@ class Run:
         return self.future.done()
 
     @property
-    def over(self) -> bool:
+    def ranks_ended(self) -> bool:
         """Whether its ranks have ended, or are lost. A run that was cancelled, or is late, is `done` earlier."""
-        return self._over.is_set()
+        return self._ended.is_set()
 
     @property
     def given_up(self) -> bool:
         """Whether its ranks still compute a result that nobody waits for."""
-        return bool(self._abandoned) and not self.over
+        return bool(self._abandoned) and not self.ranks_ended
 
     @property
     def error(self) -> str:
@@ -173,13 +172,13 @@ class Run:
     def progress(self) -> Progress:
         return Progress(self.name, unit=self.ranks.unit)
 
-    def when_over(self, act: Callable[[], object]) -> None:
+    def when_done(self, act: Callable[[], object]) -> None:
         """Call `act` once the run is done, in whatever way; now, if it is."""
         self.future.add_done_callback(lambda _: act())
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until its ranks have ended, in whatever way."""
-        self._over.wait(timeout_s)
+        self._ended.wait(timeout_s)
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class Run:
             if self.future.cancel():
                 self.ended_s = time.time()
                 self.future.set_running_or_notify_cancel()  # wakes its waiters
-                self._set_over()
+                self._set_ended()
                 self._forget()
             else:
                 self._leave()
@@ -231,7 +230,7 @@ class Run:
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):  # it was late: its waiters have been woken
             self.future.set_result(result)
-        self._set_over()
+        self._set_ended()
         for dependent in self.dependents:
             batch = dependent()
             if batch is not None:
@@ -254,16 +253,16 @@ class Run:
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
-        self._set_over()
+        self._set_ended()
 
     def _forget(self) -> None:
         """Drop its inputs, so that batches that nobody else holds are released."""
         self._inputs, self.input, self._then, self._cleaned = [], None, None, True
 
-    def _set_over(self) -> None:
-        self._over.set()
+    def _set_ended(self) -> None:
+        self._ended.set()
         try:
-            self.runner.interrupted.over(self)
+            self.runner.interrupted.record_end(self)
         except Exception as error:  # an error of the record does not end the run
             warnings.warn(f"after {self.name}: {shown(error, 400)}", stacklevel=2)
 
@@ -284,7 +283,7 @@ def interruptible(run: Run) -> Iterator[Presses]:
 
 def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
     """Return a run's result, or raise its error. After an interrupt, wait for its ranks; raise `StageInterrupted`."""
-    while not (run.future.done() and (run.over or not presses.count)):
+    while not (run.future.done() and (run.ranks_ended or not presses.count)):
         if presses.count:
             run.cancel()
             run.join(SHOW_S)
@@ -292,7 +291,7 @@ def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
             wait([run.future], timeout=SHOW_S)
         _show(run, bar, stopping=presses.count > 0)
     if presses.count:
-        raise interrupted.of(run)
+        raise interrupted.error_of(run)
     return _outcome(run)
 
 
@@ -301,7 +300,7 @@ def receive(run: Run, bar: Progress, presses: Presses) -> Any:
     result = wait_for(run, bar, presses)
     run.received()
     if presses.count:  # interrupted after the run had ended: the caller does not get the result
-        raise interrupted.of(run)
+        raise interrupted.error_of(run)
     return result
 
 
@@ -315,9 +314,9 @@ async def _wait_async(run: Run) -> Any:
             await asyncio.wait([waited], timeout=SHOW_S)
     except asyncio.CancelledError as cancelled:
         run.cancel()
-        while not run.over:
+        while not run.ranks_ended:
             await asyncio.sleep(SHOW_S / 4)
-        error = interrupted.of(run)
+        error = interrupted.error_of(run)
         cancelled._render_traceback_ = error._render_traceback_  # type: ignore[attr-defined]  # for IPython
         raise cancelled from error
     result = _outcome(run)
@@ -403,9 +402,9 @@ class RunLog:
         kept = weakref.ref(run)
         with self._lock:
             self._entries.append((record, kept))
-        run.when_over(lambda: self._look(record, kept))
+        run.when_done(lambda: self._refresh(record, kept))
 
-    def _look(self, record: RunRecord, kept: weakref.ref[Run]) -> RunRecord:
+    def _refresh(self, record: RunRecord, kept: weakref.ref[Run]) -> RunRecord:
         """Update the record from its run, unless the run was garbage collected."""
         if (run := kept()) is not None and record.ended_s == 0.0:
             record.state = _state(run)
@@ -419,7 +418,7 @@ class RunLog:
         """Return the records of an iteration (None: all that are kept), in call order."""
         with self._lock:
             entries = list(self._entries)
-        return [self._look(*entry) for entry in entries if iteration in (None, entry[0].iteration)]
+        return [self._refresh(*entry) for entry in entries if iteration in (None, entry[0].iteration)]
 
     def frame(self) -> pd.DataFrame:
         """Return the stages that this kernel called, one per row, in order: the cell that called it, its progress and

@@ -128,7 +128,7 @@ class StageRunner(StageNames):
 
     def _log(self, run: StageRun) -> None:
         cell, now = running_cell(), self.counters.iteration
-        iteration = now if run.input is None else int(run.input.part(())[1].get("iteration", now))
+        iteration = now if run.input is None else int(run.input.finished_columns(())[1].get("iteration", now))
         self.run_log.add(run, run.reported_as, iteration, cell, aside=bool(self.snapshots.open))
         if cell is not None:
             called = {"cell": cell.number, "cell_id": cell.id, "at": running_position()}
@@ -144,7 +144,7 @@ class StageRunner(StageNames):
         if not run.code:
             return
         assert run.input is not None and run.batch is not None
-        batch, travels = run.input.copies(run.samples), run.operation.travelling(run.reads, run.input)
+        batch, travels = run.input.copies(run.samples), run.operation.sent_columns(run.reads, run.input)
         state = weights[run.group.role].state if run.group.role in weights else ""
         for name in reversed(list(store)):
             origin, kept = store.origin(name), store.kept(name)
@@ -156,7 +156,7 @@ class StageRunner(StageNames):
             made = {c: column for c, column in kept.columns.items() if column.made_with == run.code}
             read = (kept.columns[c].location.same(batch.columns[c].location) for c in travels if c not in made)
             if set(run.writes) <= set(made) and all(read):
-                run.made, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
+                run.made_columns, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
                 note(f"{run.name}: from the store, as run {origin.run} made it")
                 run.answer(run.batch)
                 store.add(run.batch, origin, (), by_loop=run.by_loop)

@@ -43,7 +43,7 @@ class Scheduler:
             try:
                 self._advance()
             finally:  # after an interrupt, too, every run in the list is open and has a thread that polls it
-                self._open = [run for run in self._open if not run.over]
+                self._open = [run for run in self._open if not run.ranks_ended]
                 if self._open and self._thread is None:
                     self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
                     self._thread.start()
@@ -113,7 +113,7 @@ class Scheduler:
                     run.check_time()
                 except Exception as error:  # any error ends only this run
                     run.fail(error)
-                if run.over:
+                if run.ranks_ended:
                     if run in self._open:
                         self._open.remove(run)
                     changed = True
@@ -172,7 +172,7 @@ class Scheduler:
         for run in stopped:
             run.join()
         errors: list[Exception] = [error] if isinstance(error, StageInterrupted) else []
-        errors += [interrupted.of(run) for run in stopped if run.updates and run.calls]
+        errors += [interrupted.error_of(run) for run in stopped if run.updates and run.calls]
         errors = list({str(one): one for one in errors}.values())
         if len(errors) == 1:
             raise errors[0]

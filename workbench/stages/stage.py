@@ -87,7 +87,7 @@ class StageRun(Run):
             given.pop("samples", None)
         self.args, self.kwargs = args, given
         self.code = called.code(self.arguments, self.samples)
-        self.operation = self.operation.given(self.arguments)
+        self.operation = self.operation.resolved(self.arguments)
         self.reads = self.operation.needed(self.arguments) if self.operation.takes_batch else ()
         self.writes = self.operation.written(self.arguments)
         self.result_ranks = tuple(self.operation.protocol.collect(group.layout))
@@ -126,10 +126,10 @@ class StageRun(Run):
         self._last_metrics = self.runner.counters.reported  # those of the iteration of the call
         batch, makers = self.input, []
         if batch is not None:
-            awaited = batch.makers(self.operation.awaited(self.reads, batch))
+            awaited = batch.makers(self.operation.columns_to_wait_for(self.reads, batch))
             makers = [run for run in awaited if isinstance(run, Run)]
             if self.operation.protocol.joins and self.writes:
-                self.batch = batch.copies(self.samples).after(self, self.writes, self._stale)
+                self.batch = batch.copies(self.samples).with_pending(self, self.writes, self._stale)
         self._inputs = list(dict.fromkeys([*inputs, *makers]))
 
     @property
@@ -196,15 +196,15 @@ class StageRun(Run):
         return [Call(**{**common, "args": tuple(values)}) for values in per_rank]
 
     def _calls_on_batch(self, batch: Batch, common: Mapping[str, Any]) -> list[Call]:
-        runner, operation, travels = self.runner, self.operation, self.operation.travelling(self.reads, batch)
-        self.read, meta = batch.part(travels)
+        runner, operation, travels = self.runner, self.operation, self.operation.sent_columns(self.reads, batch)
+        self.read_columns, meta = batch.finished_columns(travels)
         meta = {**meta, "seed": self._seed(meta)}
         if self.group.role == ROLLOUT:  # the trained weights' version is known only here, not on the workers
             meta["trained_version"] = runner.counters.weights["actor"].steps
         if operation.generates:
             meta["environments"] = runner.hosts.placement.environments
         common = {**common, "batch": batch.id, "meta": meta, "all_valid": operation.counts_all_rows}
-        columns, _ = batch.copies(self.samples).part(travels)
+        columns, _ = batch.copies(self.samples).finished_columns(travels)
         dealt, collected = self.group.operations[self.stage].deal_rows(batch.rows * self.samples)
         sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
         calls = []
@@ -260,7 +260,7 @@ class StageRun(Run):
             self.stuck = 0 < len(answers) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # a second one, inline, where this call runs the stage
                 self.stuck |= self.updates  # no stage may use a half-done update
-                self.fail(interrupted.cut_short(self.name, updates=self.updates))
+                self.fail(interrupted.twice(self.name, updates=self.updates))
                 raise
             if not isinstance(error, Exception):
                 raise
@@ -270,11 +270,11 @@ class StageRun(Run):
 
     def poll(self) -> None:
         """Look for replies; end the run when all are there, or when the missing ones will never come."""
-        if not self.ranks.look(self.runner.hosts.backend):
+        if not self.ranks.poll(self.runner.hosts.backend):
             self._end()
             return
         ending = bool(self.ranks.failed) or self._stopping
-        if self.ranks.quiet_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
+        if self.ranks.stalled_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
             self.stuck = True
             self._end()
 
@@ -297,7 +297,7 @@ class StageRun(Run):
             ))  # fmt: skip
             return
         error = StageTimeout(
-            late, self.ranks.at(self.runner.hosts.backend),
+            late, self.ranks.status_text(self.runner.hosts.backend),
             "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
             "call again of an update goes on with the steps that are left",
         )  # fmt: skip
@@ -342,7 +342,7 @@ class StageRun(Run):
             )
         self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
         if self.parts:
-            raise interrupted.after(self.name, self.parts[0]) if self.updates else interrupted.as_before(self.name)
+            raise interrupted.stopped_at(self.name, self.parts[0]) if self.updates else interrupted.unchanged(self.name)
 
     # --- 6 record -----------------------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class StageRun(Run):
         if self.operation.updates and role in weights:
             weights[role] = Weights.fresh(int(self.metrics.get("optimizer_steps", weights[role].steps + 1)))
         result = self._made(collected) if self.operation.protocol.joins else [reply.value for reply in collected]
-        self.given = result if self.updates else None
+        self.update_result = result if self.updates else None
         if self.given_up:
             runner.interrupted.not_received(self)
         self._report()
@@ -391,7 +391,7 @@ class StageRun(Run):
         location = Location.of_parts(parts)
         self.runner.batches.shard_counts.hold(location)
         self.meta = collected[0].meta
-        self.made = {
+        self.made_columns = {
             name: Column(
                 dtype=summary.dtype, row_shape=summary.row_shape, nbytes=summary.nbytes, owner=self.group.role,
                 location=location, made_with=self.code,
@@ -400,8 +400,8 @@ class StageRun(Run):
         }  # fmt: skip
         made = self.batch
         if made is None or too_many:
-            made = batch.copies(self.samples).with_made(self, self._stale)
-        self.runner.batches.store.add(made, self._origin(), self.made.values(), by_loop=self.by_loop)
+            made = batch.copies(self.samples).with_results(self, self._stale)
+        self.runner.batches.store.add(made, self._origin(), self.made_columns.values(), by_loop=self.by_loop)
         if too_many:
             raise too_many_failed(self, failed, made)
         return made

@@ -23,7 +23,7 @@ from workbench.stages.runner import StageRunner
 from workbench.stages.stage import StageRun
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.weight_exchange import Published
-from workbench.workers.weight_transition import Choice
+from workbench.workers.weight_transition import PatchDecision
 
 
 class Publication:
@@ -55,7 +55,7 @@ class Publication:
         except BaseException:
             self.run.cancel()
             raise
-        run.when_over(lambda: self.run.when_over(self._release))
+        run.when_done(lambda: self.run.when_done(self._release))
         self._runner.scheduler.submit_unwaited(self.run)
         return run
 
@@ -71,7 +71,7 @@ class WeightSync:
         self._runner, self._role, self._operation = runner, role, operation
         self._last: tuple[Publication, StageRun] | None = None
         generation = runner.hosts.description.generation
-        self._choice = Choice(generation.sync) if role == ROLLOUT and generation else None
+        self._choice = PatchDecision(generation.sync) if role == ROLLOUT and generation else None
 
     def due(self) -> bool:
         """Whether the role will lag behind the actor after all runs that were called so far."""
@@ -99,7 +99,7 @@ class WeightSync:
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
         )
         self._last = publication, take
-        take.when_over(lambda: self._note_cost(take))
+        take.when_done(lambda: self._note_cost(take))
         runner.scheduler.submit_unwaited(take)
         return take
 

@@ -105,15 +105,15 @@ class NamedAttributes:
             if hasattr(type(self), name):  # a property that raises an `AttributeError` of its own
                 return object.__getattribute__(self, name)
             known = [] if name.startswith("_") else [one for one in dir(self) if not one.startswith("_")]
-            near = self._instead_of(name) or (meant(name, known, str) if known else "")
+            near = self._instead_of(name) or (remedy_for(name, known, str) if known else "")
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {near}" if near else ""))
 
     def _instead_of(self, name: str) -> str:
-        """Return a remedy that takes precedence over those of `meant`; "": none."""
+        """Return a remedy that takes precedence over those of `remedy_for`; "": none."""
         return ""
 
 
-def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
+def remedy_for(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
     """Return a remedy for an unknown name: its synonym in `known`, the settings or the algorithm that have it, another
     place where it is known, the name with the nearest spelling, or a name that begins with it; otherwise "".
 
@@ -145,7 +145,7 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
     for name, value in names.items():
         if name not in fields and len(fields) == len(parameters):
             rule = f"it takes {', '.join(fields) or 'no arguments'}"
-            raise BadInput(f"{called}({name}={shown(value)})", rule, meant(name, fields) or f"leave {name} out")
+            raise BadInput(f"{called}({name}={shown(value)})", rule, remedy_for(name, fields) or f"leave {name} out")
     needed = [p.name for p in named[given:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in names]:
         remedy = f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import said
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 
 PROJECT = "workbench"  # the default project
 
@@ -199,7 +199,7 @@ def check_tracker(text: str) -> tuple[str, str | None]:
     `MissingDependency` for one that is not installed."""
     name, _, project = str(text).partition("=")
     if name not in TRACKERS:
-        raise BadInput(f"track={text!r}", f"trackers are {', '.join(TRACKERS)}", meant(name, TRACKERS, repr))
+        raise BadInput(f"track={text!r}", f"trackers are {', '.join(TRACKERS)}", remedy_for(name, TRACKERS, repr))
     if importlib.util.find_spec(name) is None:
         raise MissingDependency(
             f"track={name!r} without the package {name!r}", "it is not installed here", f"pip install {name}"

@@ -28,7 +28,7 @@ from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer, trace_events, union_s
-from workbench.telemetry.syncs import Sync, changed_frame, judged
+from workbench.telemetry.syncs import Sync, changed_frame, sync_frame
 
 if TYPE_CHECKING:
     import pandas
@@ -209,7 +209,7 @@ class TelemetryStore:
         with other weights than the trainer had; "synced twice", the engine had these weights; "failed". With culprit
         (weight, rank) and remedy.
         """
-        return judged(self._read("syncs"))
+        return sync_frame(self._read("syncs"))
 
     def changed(self) -> pandas.DataFrame:
         """Return the noted changes by updates. `lab.changed` also notes the latest ones."""

@@ -79,7 +79,7 @@ class Sync(OpenSync):
         return asdict(self)
 
 
-def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+def sync_frame(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return one row per event, over all its ranks, in order: `SYNC_COLUMNS`.
 
     verdict: "ok", or the problem, with the culprit: "checksum differs": a weight is not the one that was sent; "not

@@ -21,13 +21,13 @@ from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.correction import Correction, raw_weights
 from workbench.objectives.estimators import (
-    counted,
     explained_variance,
     gae,
     moments,
     overlong_penalty,
     reinforce,
     response_scores,
+    score_mask,
     token_rewards,
 )
 from workbench.objectives.groups import (
@@ -184,7 +184,7 @@ class Estimation:
         column = self.batch.columns[name]
         assert not isinstance(column, list)  # the schema has numbers
         scores = column.pad() if isinstance(column, Ragged) else column
-        return torch.where(counted(mask_BT), scores, 0.0) if scores.ndim == 2 and mask_BT is not None else scores
+        return torch.where(score_mask(mask_BT), scores, 0.0) if scores.ndim == 2 and mask_BT is not None else scores
 
     def _overlong_penalty(self, signal: Signal) -> Tensor | None:
         """Return DAPO's penalty, [B]; None if it is off, or the signal is a cost."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from workbench.data.conversation_turns import Reply, Told, Turn
+from workbench.data.conversation_turns import AnsweredTurn, Reply, Turn
 from workbench.data.environment import Environments
 from workbench.engines.generation import Decoding, GenerationEngine, Response
 from workbench.errors import RolloutError
@@ -155,14 +155,14 @@ class Conversation:
         return self.resumes
 
     @property
-    def told(self) -> list[Told]:
+    def answered_turns(self) -> list[AnsweredTurn]:
         """The turns that the environment has answered."""
-        found: list[Told] = []
+        found: list[AnsweredTurn] = []
         for k, (lead, start, end) in enumerate(zip(self._leads, self.turn_starts, self.turn_ends, strict=True)):
             if k not in self.summaries:
                 before = self.response_ids[lead:start] if k else self.prompt_ids + self.response_ids[:start]
                 observed = self.observed[len(found) + 1]
-                found.append(Told(
+                found.append(AnsweredTurn(
                     ids=self.response_ids[start:end], lead_ids=before, reward=self.rewards[end - 1], observed=observed
                 ))  # fmt: skip
         return found
@@ -239,9 +239,9 @@ def converse(
             turns.begin_more()
             for _ in range(steps):
                 for turn in decoding.step() if decoding.open else ():
-                    turns.hear(turn)
+                    turns.on_policy_turn(turn)
             for i, reply in share(turns.replies):
-                turns.take(i, reply)
+                turns.on_reply(i, reply)
             progress(len(conversations) - turns.left, len(conversations), decoding.tokens)
 
 
@@ -275,7 +275,7 @@ class _Turns:
         wait_s = 0.0 if self._decoding.open else WAIT_S
         return [(row + self._first, reply) for row, reply in self._environments.replies(wait_s)]
 
-    def hear(self, turn: Response) -> None:
+    def on_policy_turn(self, turn: Response) -> None:
         """Record a turn of the policy, and ask the environment to answer it."""
         i, conversation = turn.row, self._conversations[turn.row]
         lead_ids = conversation.lead_ids
@@ -286,10 +286,10 @@ class _Turns:
         elif turn.ending == "length":
             conversation.ending = "max_tokens"
         elif self._is_mine(i):
-            self._environments.say(Turn(row=i - self._first, response_ids=turn.ids, lead_ids=lead_ids))
+            self._environments.send_turn(Turn(row=i - self._first, response_ids=turn.ids, lead_ids=lead_ids))
         self._count(i)
 
-    def take(self, i: int, reply: Reply) -> None:
+    def on_reply(self, i: int, reply: Reply) -> None:
         """Record an environment's reply, and let the policy continue."""
         conversation = self._conversations[i]
         if reply.again:
@@ -375,7 +375,7 @@ class _Turns:
             return
         conversation = self._conversations[i]
         if conversation.resumes:
-            self._environments.resume(i - self._first, conversation.told, conversation.observed[0])
+            self._environments.resume(i - self._first, conversation.answered_turns, conversation.observed[0])
         else:
             self._environments.begin(i - self._first, self._room(conversation))
 

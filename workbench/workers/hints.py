@@ -37,7 +37,7 @@ Lines = dict[str, list[str]]  # by stage
 # --- rows for which a function of the user failed ---------------------------------------------------------------------
 
 
-class Status:
+class RowFailures:
     def __init__(self, batch: Shard) -> None:
         self._valid = batch.valid.tolist()
         texts = batch.columns.get("failure", [""] * len(batch))
@@ -149,7 +149,7 @@ def remedy_for(error: BaseException, host: Host, call: Call) -> str:
     if not is_out_of_memory(error):
         return ""
     try:
-        return f"{_held(host)}; use {', or '.join(_knobs(host, call))}"
+        return f"{_memory_use(host)}; use {', or '.join(_memory_remedies(host, call))}"
     except Exception:  # an error in here must not hide the stage's error
         return ""
 
@@ -165,7 +165,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _held(host: Host) -> str:
+def _memory_use(host: Host) -> str:
     """Say how many bytes each use holds on a host's device, the largest first."""
     items = [(n, f"{role} {use}") for role, w in host.workers.items() for use, n in w.memory_bytes().items() if n]
     on_gpu = host.info.device.startswith("cuda")
@@ -179,7 +179,7 @@ def _held(host: Host) -> str:
     return f"{host.info.name} ({host.info.device}) holds {shown}; {room}"
 
 
-def _knobs(host: Host, call: Call) -> Iterator[str]:
+def _memory_remedies(host: Host, call: Call) -> Iterator[str]:
     """Yield the changes by which a stage needs less memory, the most direct first."""
     worker = host.workers[call.role]
     operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)

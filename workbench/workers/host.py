@@ -19,7 +19,7 @@ import torch
 from workbench.batches.schema_check import check_columns
 from workbench.engines.communicator import Communicator, join_pool, open_store
 from workbench.errors import StageError
-from workbench.errors.containing import passes
+from workbench.errors.containing import must_propagate
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call, Failure, HostInfo, Output, Reply, column_summary
 from workbench.messages.metrics import Metrics, as_metrics
@@ -78,7 +78,7 @@ class Host(Shards):
         self._began_s = time.time()  # when the process was created, if it is this host's alone
         self._start_s, self._load_s = 0.0, dict[str, float]()
         self._computing = threading.Lock()  # held while a stage computes, or while roles' tensors are looked at
-        self._held: dict[str, dict[str, Any]] = {}  # what `_look` last found
+        self._role_facts: dict[str, dict[str, Any]] = {}  # what `_describe_roles` last found
         self._store: torch.distributed.Store | None = None
         loaded.note()
         torch.set_num_threads(info.threads)
@@ -118,9 +118,9 @@ class Host(Shards):
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
-    def build(self, role: str, worker_class: type[Worker], spec: Model, *, waits: bool = False, **of_role: Any) -> None:
-        """Load a role's model and engines. waits: build beside the live roles, to replace one of them at
-        `replace_roles`. of_role: `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
+    def build(self, role: str, worker_class: type[Worker], spec: Model, *, replaces: bool = False, **more: Any) -> None:
+        """Load a role's model and engines. replaces: build beside the live roles, to replace one of them at
+        `replace_roles`. more: `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
         info = self.info
         context = Context(
             host=info,
@@ -129,8 +129,8 @@ class Host(Shards):
             progress=self._note_progress,
             exchange=self._exchange,
             stopping=self._stopping,
-            waits=waits,
-            **of_role,
+            replaces_live=replaces,
+            **more,
         )
         self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()
@@ -138,8 +138,8 @@ class Host(Shards):
             with self._labels():
                 self._device.clear_for(role)
             # loading beside live roles leaves the random generators as they were
-            with torch.random.fork_rng(enabled=waits), self._labels(role=role), self.recorder.span("build"):
-                (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
+            with torch.random.fork_rng(enabled=replaces), self._labels(role=role), self.recorder.span("build"):
+                (self._incoming if replaces else self.workers)[role] = worker_class(spec, context)
             self._load_s[role] = time.monotonic() - began
         finally:
             self._busy = ""
@@ -164,12 +164,12 @@ class Host(Shards):
         except StageStopped as stop:
             stopped = stop.part
         except BaseException as error:
-            if passes(error):
+            if must_propagate(error):
                 raise
             failure = Failure.of(error, remedy_for(error, self, call))
             engine = engine_of(self.workers[call.role]) if call.updates and call.role in self.workers else None
             if engine is not None and not engine.half_moved:
-                stopped = self._stopping.left
+                stopped = self._stopping.part_if_failed
         finally:
             self._stopping.end()
             self._busy = ""
@@ -420,7 +420,7 @@ class Host(Shards):
         # a thread must not read a gradient while another one drops it: torch does not guard against that
         if self._computing.acquire(blocking=False):
             try:
-                self._held = self._look()
+                self._role_facts = self._describe_roles()
             finally:
                 self._computing.release()
         return {
@@ -442,20 +442,20 @@ class Host(Shards):
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
-            "moments": [role for role, held in self._held.items() if held["has_moments"]],
-            "layouts": {role: held["layout"] for role, held in self._held.items()},
-            "roles": {role: held["state"] for role, held in self._held.items()},
+            "moments": [role for role, held in self._role_facts.items() if held["has_moments"]],
+            "layouts": {role: held["layout"] for role, held in self._role_facts.items()},
+            "roles": {role: held["state"] for role, held in self._role_facts.items()},
         }
 
     @contextmanager
     def _while_computing(self) -> Iterator[None]:
         """Reserve the roles' tensors for this thread, which computes or changes them; others must not look at them."""
         with self._computing:
-            if self._held.keys() != self.workers.keys():
-                self._held = self._look()
+            if self._role_facts.keys() != self.workers.keys():
+                self._role_facts = self._describe_roles()
             yield
 
-    def _look(self) -> dict[str, dict[str, Any]]:
+    def _describe_roles(self) -> dict[str, dict[str, Any]]:
         """Return what the roles hold now."""
         return {
             role: {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.data.judge import GREEDY, JUDGEMENT, Judgement, asked, is_greedy
-from workbench.data.reward_function import Asking, RewardFunction
+from workbench.data.reward_function import FunctionCaller, RewardFunction
 from workbench.data.user_functions import Score
 from workbench.engines.generation import make_generation_engine
 from workbench.errors import RewardError
@@ -76,7 +76,7 @@ class JudgeEngine:
         return written, missing
 
 
-Ask = Callable[[Sequence[int], Asking], tuple[dict[int, Score], dict[int, RewardError]]]
+Ask = Callable[[Sequence[int], FunctionCaller], tuple[dict[int, Score], dict[int, RewardError]]]
 
 
 class JudgedRows:
@@ -92,16 +92,16 @@ class JudgedRows:
         self._drawn: dict[tuple[int, int], tuple[str | None, str]] = {}  # by draw and row: text, or why there is none
 
     def scores(
-        self, function: RewardFunction, ask: Ask, asking: Asking
+        self, function: RewardFunction, ask: Ask, caller: FunctionCaller
     ) -> tuple[dict[int, Score], dict[int, RewardError]]:
         """Return a function's scores, and errors, by row. A row that fails is judged again with another seed, and the
-        function is called with the new text, as often as `asking` has retries. A greedy judge would write the same
+        function is called with the new text, as often as `caller` has retries. A greedy judge would write the same
         again: `parse` of `wb.Judge` is not called again, and another function is called again with the same text."""
         scores: dict[int, Score] = {}
         errors: dict[int, RewardError] = {}
         again, greedy = list(self._rows), self._engine.greedy
-        draws = 0 if greedy else asking.retries
-        retries = asking.retries if greedy and not isinstance(function, Judgement) else 0
+        draws = 0 if greedy else caller.retries
+        retries = caller.retries if greedy and not isinstance(function, Judgement) else 0
         for draw in range(draws + 1):
             if new := [i for i in again if (draw, i) not in self._drawn]:
                 written, missing = self._engine.judgements({i: self._rows[i] for i in new}, draw)
@@ -109,8 +109,8 @@ class JudgedRows:
             texts = {i: text for i in again if (text := self._drawn[draw, i][0]) is not None}
             for i, text in texts.items():
                 self._rows[i][JUDGEMENT] = text
-            most = asking.most if draw == draws else len(self._rows)
-            found, errors = ask(list(texts), replace(asking, retries=retries, most=most))
+            most = caller.most if draw == draws else len(self._rows)
+            found, errors = ask(list(texts), replace(caller, retries=retries, most=most))
             scores |= found
             errors |= {i: self._error(self._drawn[draw, i][1], i) for i in again if i not in texts}
             again = sorted(errors)

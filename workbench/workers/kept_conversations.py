@@ -36,7 +36,7 @@ class KeptConversations:
         kept = [Conversation.of_state(one) for one in state.get("conversations", ())]
         self._kept = {one.seed: one for one in kept}
 
-    def only_of(self, weights: Sequence[int]) -> None:
+    def drop_other_weights(self, weights: Sequence[int]) -> None:
         """Forget conversations of other weights: they cannot continue. weights: numbers that identify the weights."""
         if [*weights] != self._weights:
             self._forget()

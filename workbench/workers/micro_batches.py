@@ -139,11 +139,11 @@ def each_minibatch(
     *,
     padded: bool = False,
     skip: Collection[int] = (),
-    together: int = 1,
+    unit_rows: int = 1,
 ) -> list[list[MicroBatch]]:
     """Cut each minibatch of a shard into micro-batches: at least one, and equally many on every data-parallel rank.
 
-    skip: rows to leave out. together: how many consecutive rows stay side by side in one micro-batch, such as the 2
+    skip: rows to leave out. unit_rows: how many consecutive rows stay side by side in one micro-batch, such as the 2
     answers of a pair. A rank with too few micro-batches repeats its shortest rows with weight 0.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
@@ -161,7 +161,7 @@ def each_minibatch(
             different = {prompt_of[row]: len(prompts[row]) for row in unit}
             return sum(different.values()) + sum(len(responses[row]) for row in unit)
 
-        units = [rows[i : i + together] for i in range(0, len(rows), together)]
+        units = [rows[i : i + unit_rows] for i in range(0, len(rows), unit_rows)]
         kept = [unit for unit in units if any(row not in skip for row in unit)]
         first = [(prompt_of[unit[0]], len(prompts[unit[0]])) for unit in kept]
         groups = cut([length(unit) for unit in kept], budget_tokens, padded=padded, prompts=first)

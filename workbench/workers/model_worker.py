@@ -284,7 +284,7 @@ class TrainedWorker(ModelWorker):
         micro_batch_tokens: replaces the setting's value.
         """
         engine, budget = self.engine, self.budget
-        counts = self.context.groups.counts
+        counts = self.context.groups.is_leader
         probe = GradientProbe(engine, counts)
         self.engine = cast(TrainingEngine, probe)
         if micro_batch_tokens is not None:

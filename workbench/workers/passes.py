@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.engines.training import Pass, StepReport, TrainingEngine
-from workbench.engines.training.steps import over
+from workbench.engines.training.steps import schedule_ended_note
 from workbench.errors import BadInput
 from workbench.messages.calls import Output, UpdatePart
 from workbench.messages.metrics import Max, Mean, Metrics, merge_metrics
@@ -90,7 +90,7 @@ class Term:
     have the same number of minibatches.
     skip: rows of the shard without a gradient, which only count in the denominators. Rows that are not valid are left
     out too, and count nowhere.
-    together: how many consecutive rows share one loss, see `each_minibatch`.
+    unit_rows: how many consecutive rows share one loss, see `each_minibatch`.
     prepare: called with the minibatch's number before each of its optimizer steps, on every rank.
     """
 
@@ -100,7 +100,7 @@ class Term:
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     skip: Collection[int] = ()
-    together: int = 1
+    unit_rows: int = 1
     prepare: Callable[[int], None] = lambda number: None
 
     @cached_property
@@ -181,11 +181,11 @@ class PassWorker(Worker):
     budget: TokenBudget
 
     def passes(
-        self, batch: Shard, inputs: Inputs, *, forward: Callable[..., Any] | None = None, together: int = 1
+        self, batch: Shard, inputs: Inputs, *, forward: Callable[..., Any] | None = None, unit_rows: int = 1
     ) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield each micro-batch of a shard with the output of `forward(**inputs(micro))`, without gradients.
 
-        forward: None: the engine's. together: see `each_minibatch`. Between passes the stage reports its progress and
+        forward: None: the engine's. unit_rows: see `each_minibatch`. Between passes the stage reports its progress and
         may be stopped. If a GPU has no memory for automatic micro-batches, all passes are repeated from the first with
         smaller ones, so that all rows are cut alike, as in an update: collect outputs by row, as `Scatter` does.
         """
@@ -193,12 +193,12 @@ class PassWorker(Worker):
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
         context, groups, forward = self.context, self.context.groups, forward or self.engine.forward
         while True:
-            micros, done_tokens = list(chain(*self._cut(batch, together=together))), 0
+            micros, done_tokens = list(chain(*self._cut(batch, unit_rows=unit_rows))), 0
             try:
                 for done, micro in enumerate(micros):
                     context.advance(done, len(micros), done_tokens)
                     tokens, before = tokens_of(micro), groups.moved_bytes
-                    with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():
+                    with context.recorder.span("forward", tokens=tokens * groups.is_leader) as counted, torch.no_grad():
                         output = forward(**inputs(micro))
                         counted.bytes = groups.moved_bytes - before
                     yield micro, output
@@ -216,10 +216,10 @@ class PassWorker(Worker):
             scatter.put(micro, output[0] if isinstance(output, tuple) else output)
         return scatter.column()
 
-    def row_values(self, batch: Shard, reading: RowReading, *, together: int = 1) -> Tensor:
-        """Return the numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""
+    def row_values(self, batch: Shard, reading: RowReading, *, unit_rows: int = 1) -> Tensor:
+        """Return the numbers of a reading, without gradients, fp32 [rows]. unit_rows: see `each_minibatch`."""
         out = torch.zeros(len(batch))
-        for micro, output in self.passes(batch, reading.inputs, together=together):
+        for micro, output in self.passes(batch, reading.inputs, unit_rows=unit_rows):
             if micro.weight:
                 out[micro.index] = reading.values(micro, output).float().cpu()
         return out
@@ -256,7 +256,7 @@ class PassWorker(Worker):
                         one = Pass(
                             inputs=term.inputs(micro),
                             loss=partial(losses.share, term, divisor, micro),
-                            tokens=tokens_of(micro) * context.groups.counts,
+                            tokens=tokens_of(micro) * context.groups.is_leader,
                             begin=partial(context.progress, before + len(passes), total, tokens),
                         )
                         passes.append(one)
@@ -277,20 +277,20 @@ class PassWorker(Worker):
             if step == 0:
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)
-        if engine.settings is not None and (said := over(engine.settings, engine.steps)):
+        if engine.settings is not None and (said := schedule_ended_note(engine.settings, engine.steps)):
             notes.append(said)
         metrics["optimizer_steps"] = Max(value=engine.steps)
         stopping.note(UpdatePart(steps=epochs * count, of=epochs * count, metrics=dict(metrics)))
         return Output(metrics=metrics, notes=tuple(notes))
 
-    def _cut(self, batch: Shard, skip: Collection[int] = (), together: int = 1) -> list[list[MicroBatch]]:
+    def _cut(self, batch: Shard, skip: Collection[int] = (), unit_rows: int = 1) -> list[list[MicroBatch]]:
         """Cut each minibatch of a shard into micro-batches with the current budget."""
         data, device, budget = self.context.groups.data, self.context.device, self.budget
-        return each_minibatch(batch, budget.tokens, data, device, padded=budget.padded, skip=skip, together=together)
+        return each_minibatch(batch, budget.tokens, data, device, padded=budget.padded, skip=skip, unit_rows=unit_rows)
 
     def _cut_terms(self, terms: Sequence[Term]) -> list[tuple[list[MicroBatch], ...]]:
         """Return, for each minibatch, the micro-batches of each term."""
-        of_terms = (self._cut(term.shard, {*term.skip, *term.shard.invalid_rows}, term.together) for term in terms)
+        of_terms = (self._cut(term.shard, {*term.skip, *term.shard.invalid_rows}, term.unit_rows) for term in terms)
         return list(zip(*of_terms, strict=True))
 
 

@@ -33,7 +33,7 @@ from workbench.errors import BadInput, StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding import boxes
-from workbench.resharding.engine import checksums_of, laid_out, view_of
+from workbench.resharding.engine import checksums_of, convert_shard, view_of
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.support import files as own_files
 from workbench.telemetry import Transfer
@@ -252,7 +252,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
             for name, (tensor, held) in held_slices(engine, files.role, live, rank, kind):
                 kept = mine.shard(by_name[name], rank)
                 if kept is not None and kept.boxes:
-                    tensors[name] = laid_out(tensor, held, kept, torch.device("cpu")).cpu().contiguous()
+                    tensors[name] = convert_shard(tensor, held, kept, torch.device("cpu")).cpu().contiguous()
             path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
             with own_files.disk_errors(path, needed):
                 save_file(tensors, path)

@@ -15,7 +15,7 @@ from workbench.batches.columns import ColumnValues, Ragged, Table, numbers_in
 from workbench.batches.schema import STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
-from workbench.data.reward_function import ALIKE, NOT_ASKED, Asking, RewardFunction, score_groups, score_rows
+from workbench.data.reward_function import ALIKE, NOT_ASKED, FunctionCaller, RewardFunction, score_groups, score_rows
 from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, Noted, Score, Steps, asks_for
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import shown
@@ -25,8 +25,8 @@ from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.support.calls.needs import AT_ONCE, NOTES, mark_of
 from workbench.support.calls.pickling import name_of
-from workbench.support.named_fields import meant
-from workbench.workers.hints import Status, failed_rows
+from workbench.support.named_fields import remedy_for
+from workbench.workers.hints import RowFailures, failed_rows
 from workbench.workers.judge import JudgedRows, JudgeEngine
 from workbench.workers.score_columns import STEP_ENDS, mean_score, reported, step_ends, steps_of, weighted, zero_failed
 from workbench.workers.worker import Context
@@ -63,7 +63,7 @@ def check_weights(arguments: Mapping[str, Any], model: Model) -> None:
     for name in weights:
         if name not in known:
             rule = f"the components of the reward are {', '.join(known)}"
-            raise BadInput(what, rule, meant(name, known, repr) or "give weights of these, or None")
+            raise BadInput(what, rule, remedy_for(name, known, repr) or "give weights of these, or None")
 
 
 def component_columns(column: str, function: Any) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Scoring:
         total = int(context.communicator.all_reduce(torch.tensor([len(batch)])).item()) // replicas
         if only and max(only) >= total:
             raise BadInput(f"only=[..., {max(only)}]", f"the batch has rows 0 to {total - 1}", "only=batch.failed()")
-        status = Status(batch)
+        status = RowFailures(batch)
         without = status.failed_in(GENERATED)  # these rows have no whole response to score
         wanted = [only is None or number in only for number in numbers]
         asked = [i for i in range(len(batch)) if wanted[i] and not without[i]]
@@ -207,7 +207,7 @@ class Scoring:
             return row_error(what, f"row {numbers[i]} on {where}: {what}")
 
         try:
-            with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
+            with context.recorder.span("reward"), context.stopping.in_step_with((context.host.rank,)):
                 judged: JudgedRows | None = None
                 if self.judge is not None:
                     of_asked = {i: rows[i] for i in asked}
@@ -217,19 +217,19 @@ class Scoring:
                     def tick(ended: int, k: int = k) -> None:
                         context.advance(min(calls, k * len(asked) + ended), calls, 0)
 
-                    asking = Asking(
+                    caller = FunctionCaller(
                         calls=context.calls, concurrency=self.concurrency or mark_of(function, AT_ONCE),
                         timeout_s=self.timeout_s, retries=self.retries, most=self.most_failed * total, tick=tick,
                     )  # fmt: skip
                     if over_of(function) is not None:
-                        shared += self._ask_groups(name, function, everywhere, asking, where)
+                        shared += self._ask_groups(name, function, everywhere, caller, where)
                     elif asked:
                         ask = partial(self._ask_rows, function, rows, tokens, where)
                         if judged is not None and asks_for(function, JUDGEMENT):
-                            scores[name], errors[name] = judged.scores(function, ask, asking)
+                            scores[name], errors[name] = judged.scores(function, ask, caller)
                         else:
-                            scores[name], errors[name] = ask(asked, asking)
-                        if len(errors[name]) > asking.most:  # the stage fails: make no more calls
+                            scores[name], errors[name] = ask(asked, caller)
+                        if len(errors[name]) > caller.most:  # the stage fails: make no more calls
                             break
         finally:
             kinds = self._share(shared, scores, errors, asked, stay)
@@ -242,10 +242,10 @@ class Scoring:
 
     def _ask_rows(
         self, function: RewardFunction, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps], where: str,
-        called: Sequence[int], asking: Asking,
+        called: Sequence[int], caller: FunctionCaller,
     ) -> tuple[dict[int, Score], dict[int, RewardError]]:  # fmt: skip
         found, failures = score_rows(
-            function, [rows[i] for i in called], [tokens[i] for i in called], asking=asking, where=where,
+            function, [rows[i] for i in called], [tokens[i] for i in called], caller=caller, where=where,
             row_numbers=[int(self.batch.rows[i]) for i in called],
         )  # fmt: skip
         scores = {i: one for i, one in zip(called, found, strict=True) if one is not None}
@@ -301,7 +301,7 @@ class Scoring:
 
     def _ask_groups(
         self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int | Steps]],
-        asking: Asking, where: str,
+        caller: FunctionCaller, where: str,
     ) -> list[OfRow]:  # fmt: skip
         """Make this rank's share of the calls with rows of several ranks."""
         groups: dict[int, list[tuple[int, int, bool, Any, int | Steps]]] = {}
@@ -312,7 +312,7 @@ class Scoring:
         called = called[communicator.rank :: communicator.world_size]
         found, failures = score_groups(
             function, [[row[3] for row in group] for group in called], [[row[4] for row in group] for group in called],
-            asking=asking, where=where, row_numbers=[[row[0] for row in group] for group in called],
+            caller=caller, where=where, row_numbers=[[row[0] for row in group] for group in called],
         )  # fmt: skip
         given: list[OfRow] = []
         for i, group in enumerate(called):

@@ -80,15 +80,15 @@ class Shards:
         return pulled
 
     def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull, counted: Any) -> Mapping[str, ColumnValues]:
-        key, kept = pull.shard.key, pull.kept(names)
+        key, kept = pull.shard.key, pull.stored_names(names)
         if pull.shard.host == self.info.name:
-            return pull.named(rows_at(self._kept(key, kept), pull.positions), names)
+            return pull.renamed(rows_at(self._kept(key, kept), pull.positions), names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
             part = from_wire(self._peers.call(pull.shard.host, "fetch", key, kept, pull.positions))
             moved.bytes = table_bytes(part)
-        named = pull.named(part, names)
+        named = pull.renamed(part, names)
         counted.bytes += table_bytes(named)
         return named
 

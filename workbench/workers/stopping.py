@@ -42,14 +42,14 @@ class Stopping:
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.store: dist.Store | None = None
         self._rank = rank
-        self._everyone = self._together = tuple(range(ranks))
+        self._everyone = self._ranks_in_step = tuple(range(ranks))
         self._lock = threading.RLock()  # reentrant: an inline stage's interrupt asks in the computing thread
         self._run = self._passed = 0  # of the current stage, or the last one
         self._under_way = self._updates = False
         self._asked_for = self._waits_at = 0
         self._resume_from: UpdatePart | None = None
         self._times = 0  # how often the steps of an update have begun
-        self.left: UpdatePart | None = None  # progress of an update if it fails now; None if something is half done
+        self.part_if_failed: UpdatePart | None = None  # progress of an update; None if something is half done
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
@@ -57,8 +57,8 @@ class Stopping:
         """Begin a stage. resume_from: where an interrupted update continues. updates: stop the stage only between
         optimizer steps, at points that say how many steps were taken."""
         with self._lock:
-            self._run, self._passed, self._together, self._under_way = run, 0, self._everyone, True
-            self._resume_from, self._updates, self._times, self.left = resume_from, updates, 0, resume_from
+            self._run, self._passed, self._ranks_in_step, self._under_way = run, 0, self._everyone, True
+            self._resume_from, self._updates, self._times, self.part_if_failed = resume_from, updates, 0, resume_from
 
     def end(self) -> None:
         with self._lock:
@@ -70,13 +70,13 @@ class Stopping:
         part, self._resume_from = self._resume_from, None
         self._times += 1
         if self._times > 1:
-            self.left = None
+            self.part_if_failed = None
         return part
 
     def note(self, part: UpdatePart | None) -> None:
         """Record the progress of an update, for failures from here on; None: something is half done."""
         if self._times <= 1:
-            self.left = part
+            self.part_if_failed = part
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """Pass a point at which the stage can be stopped: all ranks that compute together call it at the same place.
@@ -89,25 +89,25 @@ class Stopping:
             self._passed += 1
             may_stop = self._asked_for == self._run and self._passed >= self._waits_at
         if may_stop and self._passed >= self._agreed():
-            raise StageStopped((of and self.left) or UpdatePart(steps=steps, of=of, metrics={}))
+            raise StageStopped((of and self.part_if_failed) or UpdatePart(steps=steps, of=of, metrics={}))
 
-    def only(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+    def in_step_with(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Inside the block, only these ranks pass points in step with this one."""
-        return replaced(self, "_together", ranks)
+        return replaced(self, "_ranks_in_step", ranks)
 
     def _agreed(self) -> int:
         """Return the furthest of the points that the ranks in step have named."""
-        if len(self._together) == 1:
+        if len(self._ranks_in_step) == 1:
             return self._passed
         assert self.store is not None
-        named = [_key(self._run, rank) for rank in self._together]
+        named = [_key(self._run, rank) for rank in self._ranks_in_step]
         try:
             self.store.wait(named, PATIENCE)
             furthest = max(map(int, self.store.multi_get(named)))
         except dist.DistStoreError:
             furthest = THE_END
         # the first answer counts for all ranks: one rank may just have timed out when another did not
-        agreed = int(self.store.compare_set(f"{_key(self._run, self._together)}/agreed", "", str(furthest)))
+        agreed = int(self.store.compare_set(f"{_key(self._run, self._ranks_in_step)}/agreed", "", str(furthest)))
         if agreed >= THE_END:
             self._asked_for = 0
         return agreed

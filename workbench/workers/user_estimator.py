@@ -22,7 +22,7 @@ from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
-from workbench.workers.user_loss import Asked, UserFunction, call, kind_of, selected
+from workbench.workers.user_loss import ParameterNames, UserFunction, call, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
 AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
@@ -60,7 +60,7 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 
 def reads_greedy(estimator: UserFunction | str) -> bool:
     """Return whether the estimator uses scores of greedy responses as its baseline."""
-    return "baseline_rewards" in Asked.by(estimator).names if callable(estimator) else estimator == "remax"
+    return "baseline_rewards" in ParameterNames.of(estimator).names if callable(estimator) else estimator == "remax"
 
 
 def estimated(
@@ -100,7 +100,7 @@ def estimated(
     assert isinstance(everywhere, Ragged)
     inside_NT = everywhere.pad().bool()
     values: dict[str, Any] = {}
-    for name in Asked.by(function).names:
+    for name in ParameterNames.of(function).names:
         column = batch.columns.get(signal.column(name))
         if name == "rewards":
             column = scores_B

@@ -33,14 +33,14 @@ from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.data.user_functions import parameters_of
 from workbench.errors import BadInput, StageError
-from workbench.errors.containing import passes
+from workbench.errors.containing import must_propagate
 from workbench.errors.frames import is_users
 from workbench.errors.plain_text import said, shown
 from workbench.messages.metrics import Mean
 from workbench.models.heads import PackedModule
 from workbench.models.packing import to_device
 from workbench.support.calls.pickling import by_value, name_of
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import remedy_for
 from workbench.workers.micro_batches import MicroBatch, OnDevice
 
 UserFunction = Callable[..., Any]
@@ -51,7 +51,7 @@ SUMMED = "was it summed or averaged? Return the loss of each token: aggregation=
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParameterNames:
     """The names of a function's parameters: needed: those without a default; optional: those with a default."""
 
     needed: tuple[str, ...]
@@ -62,7 +62,7 @@ class Asked:
         return self.needed + self.optional
 
     @classmethod
-    def by(cls, function: UserFunction) -> Asked:
+    def of(cls, function: UserFunction) -> ParameterNames:
         """Return what a function asks for, without parameters that `functools.partial` has bound by name."""
         bound: set[str] = set()
         inner = function
@@ -88,7 +88,7 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise BadInput(f"{what} takes {parameter.name!r} by place", "it is called by name", f"write {written}")
-    asked = Asked.by(function)
+    asked = ParameterNames.of(function)
     if one_of and not set(one_of) & set(asked.names):
         rule = f"its gradient comes from {' or '.join(map(repr, one_of))}, and it has no such parameter"
         raise BadInput(f"{what} takes {', '.join(asked.names) or 'nothing'}", rule, f"write {written}")
@@ -105,11 +105,11 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
 def check_names(argument: str, function: UserFunction, given: Collection[str], columns: Collection[str]) -> None:
     """Raise `BadInput` if a function needs a parameter that is neither `given` nor a column, nor a column that a stage
     could make."""
-    for name in Asked.by(function).needed:
+    for name in ParameterNames.of(function).needed:
         if name in given or name in columns or name in SCHEMA:
             continue
         known = [*dict.fromkeys((*given, *columns))]
-        near = meant(name, known, repr)
+        near = remedy_for(name, known, repr)
         raise BadInput(
             f"{argument}={name_of(function)} takes {name!r}",
             f"its parameters must be among: {', '.join(known)}",
@@ -122,7 +122,7 @@ class TokenFunction:
     """A loss of a role's update, called for one micro-batch at a time. Its parameters are looked up once.
 
     columns, mask: the shard's. Outside the mask the function sees 0 in response columns, so that it computes finite
-    numbers there. own: as in `checked_loss`. together: a context around each call in a pass: if a user's function may
+    numbers there. own: as in `checked_loss`. around_call: a context of each call in a pass: if a user's function may
     raise on one replica alone, all replicas end the pass, see `Communicator.all_or_none`.
     """
 
@@ -130,12 +130,12 @@ class TokenFunction:
     columns: Table
     mask: Ragged
     own: tuple[str, ...]
-    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    around_call: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @cached_property
     def asked(self) -> tuple[str, ...]:
         """The names of the function's parameters."""
-        return Asked.by(self.function).names
+        return ParameterNames.of(self.function).names
 
     @cached_property
     def _table(self) -> list[tuple[str, ColumnValues | None, bool]]:
@@ -151,7 +151,7 @@ class TokenFunction:
 
         given: values beside columns, also response numbers [B, R, ...]; they go before columns of the same name.
         """
-        with self.together():
+        with self.around_call():
             return self._called(index, padded, given)
 
     def _called(
@@ -219,13 +219,13 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> An
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except BaseException as error:
-        if passes(error):
+        if must_propagate(error):
             raise
         try_it = f"{CALL_IT}; lab.check(loss=, batch=) tries it" if argument == "loss" else CALL_IT
-        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", try_it) from error
+        raise StageError(f"{argument}={name_of(function)} raised {error_with_line(error)}", "", try_it) from error
 
 
-def told(error: BaseException) -> str:
+def error_with_line(error: BaseException) -> str:
     """Describe an exception of a user's function in words, with the last line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     words = f"{type(error).__name__}: {said(error, 400)}"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Slice = tuple[str, Box]
 Sent = Tensor | Patch
-Ask = Callable[..., Any]
+HostCall = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +242,11 @@ class WeightSource(Protocol):
 class WeightExchange:
     """One host's part of the exchange: what its roles have published, and access to what other hosts have published.
 
-    ask: `ask(host, method, *arguments)` calls a method of another host.
+    call: `call(host, method, *arguments)` calls a method of another host.
     """
 
-    def __init__(self, host: str, recorder: Recorder, ask: Ask) -> None:
-        self._host, self._recorder, self._ask = host, recorder, ask
+    def __init__(self, host: str, recorder: Recorder, call: HostCall) -> None:
+        self._host, self._recorder, self._call = host, recorder, call
         self._snapshots: dict[str, Snapshot] = {}
         self._lock = threading.Lock()
 
@@ -287,7 +287,7 @@ class WeightExchange:
         """Return the description of published weights, from the publisher's first rank."""
         host = published.hosts[0]
         here = host == self._host
-        found = self.snapshot(published.key).contents if here else self._ask(host, "published_contents", published.key)
+        found = self.snapshot(published.key).contents if here else self._call(host, "published_contents", published.key)
         assert isinstance(found, Contents)
         return found
 
@@ -302,7 +302,7 @@ class WeightExchange:
             snapshot = self.snapshot(published.key)
             sums = snapshot.checksums(wanted) if checksums else []
             return Pulled(snapshot.sent(wanted, since), sums, began, time.perf_counter())
-        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums, since)
+        arrays, sums = self._call(published.hosts[rank], "cut_weights", published.key, wanted, checksums, since)
         parts = [array if isinstance(array, Patch) else tensor_over(array) for array in arrays]
         return Pulled(parts, sums, began, time.perf_counter())
 

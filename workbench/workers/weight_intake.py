@@ -26,7 +26,7 @@ from workbench.resharding.patches import Patch
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
-from workbench.workers.weight_exchange import Ask, Published, Pulled, Slice, Snapshot, WeightExchange, WeightSource
+from workbench.workers.weight_exchange import HostCall, Published, Pulled, Slice, Snapshot, WeightExchange, WeightSource
 
 AHEAD = 3
 BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
@@ -53,9 +53,9 @@ class WeightIntake:
             for weight in layer.weights:
                 for movement in plan.movements(weight):
                     if me in movement.destinations:
-                        layer.take(movement.source, weight, movement.boxes)
+                        layer.add_boxes(movement.source, weight, movement.boxes)
                 # the plan has no movement for elements that this rank itself publishes
-                layer.take(
+                layer.add_boxes(
                     me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
                 )
             self._layers.append(layer)
@@ -111,7 +111,7 @@ class WeightIntake:
     def _pulled(self, published: Published, since: str = "") -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
         """Yield, layer by layer, what this rank needs; the next buckets are requested while the last one is used."""
         self.arrival = Arrival()
-        asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
+        asked = iter([request for layer in self._layers for request in layer.buckets_by_source(self._rank)])
         with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
             coming = deque[Future[Pulled]]()
 
@@ -120,7 +120,7 @@ class WeightIntake:
                     coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums, since))
 
             def buckets(layer: _Layer) -> Iterator[_Bucket]:
-                for rank, wanted in layer.in_turn(self._rank):
+                for rank, wanted in layer.buckets_by_source(self._rank):
                     pulled = coming.popleft().result()
                     ask()
                     if self._exchange.record(published, rank, pulled, layer.group):
@@ -149,13 +149,13 @@ class _Layer:
     sources: dict[int, list[list[Slice]]] = field(default_factory=dict)
     _room: dict[int, int] = field(default_factory=dict)
 
-    def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
+    def buckets_by_source(self, taker: int) -> list[tuple[int, list[Slice]]]:
         """Return the layer's buckets by source, in the order of requests: each taker begins at another source."""
         found = list(self.sources.items())
         first = taker % max(1, len(found))
         return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
 
-    def take(self, source: int, weight: Weight, found: Boxes) -> None:
+    def add_boxes(self, source: int, weight: Weight, found: Boxes) -> None:
         """Add boxes of a weight that come from a rank, in buckets of at most `BUCKET_BYTES`; rows are not split."""
         for r0, r1, c0, c1 in found:
             row_bytes = (c1 - c0) * weight.item_bytes
@@ -178,12 +178,12 @@ def probe() -> tuple[Snapshot, Reshard]:
     return Snapshot(contents=None, slices={"probe": (torch.zeros(PROBE_ROWS, PROBE_COLUMNS), whole)}), plan
 
 
-def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
+def timed_bytes_s(key: str, host: str, call: HostCall) -> float:
     """Measure the bytes per second from a host, which has published a `probe` under a key, to this process: the faster
-    of two tries, after a first one that allocates memory for buckets; over a slow link only the first one counts. ask:
-    as in `WeightExchange`."""
+    of two tries, after a first one that allocates memory for buckets; over a slow link only the first one counts.
+    call: as in `WeightExchange`."""
     snapshot, plan = probe()
-    intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
+    intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), call), checksums=True)
     published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")
     took_s = []
     for _ in range(3):

@@ -22,7 +22,7 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
-from workbench.resharding.engine import Arrival, ReshardingEngine, laid_out
+from workbench.resharding.engine import Arrival, ReshardingEngine, convert_shard
 from workbench.resharding.patches import PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
@@ -72,7 +72,7 @@ def plan_of(
 TRIALS = 3
 
 
-class Choice:
+class PatchDecision:
     """Decides whether the next sync sends patches. mode: "delta": always; "whole": never; "auto": the faster kind after
     `TRIALS` syncs of each. Patches are tried first; the first of these syncs is whole."""
 
@@ -116,7 +116,7 @@ class WeightTransitions:
         self.slices = trained_slices(spec, context.layout)
         self._made: dict[str, WeightTransition] = {}
         assert spec.generation is not None
-        self._choice, self._failed = Choice(spec.generation.sync), False
+        self._choice, self._failed = PatchDecision(spec.generation.sync), False
 
     def forget(self) -> None:
         """Send all weights whole the next time, for example after a restored state."""
@@ -222,10 +222,10 @@ class WeightTransition:
         """Return the part of the trained slice that this rank has in the plan: all of it, or a flat part."""
         mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
         assert mine is not None and source is not None
-        return laid_out(tensor, mine, source)
+        return convert_shard(tensor, mine, source)
 
     def _whole(self, weight: Weight, shard: Tensor) -> Tensor:
         rows, columns = weight.matrix
         mine = self.plan.destination.shard(weight, self._rank)
         assert mine is not None
-        return laid_out(shard, mine, WeightShard(((0, rows, 0, columns),), weight.shape))
+        return convert_shard(shard, mine, WeightShard(((0, rows, 0, columns),), weight.shape))

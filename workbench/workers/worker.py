@@ -37,9 +37,9 @@ class Context:
     worker calls `stopping.point()` between two units of work, such as micro-batches, where all ranks are at the same
     line: an interrupt stops the stage there. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
     tokens. folder: relative paths start here: the working folder of the kernel that opened the workbench. exchange: the
-    weights that roles publish and take from each other. waits: whether the worker is built beside the worker that it
-    replaces, see `Worker.begin`. room: the memory that the placement leaves on the role's GPUs, which decides automatic
-    sizes; None on a CPU. calls: runs the user's functions, in a process of the role's own.
+    weights that roles publish and take from each other. replaces_live: whether the worker is built beside the one
+    that it replaces, see `Worker.begin`. room: the memory that the placement leaves on the role's GPUs, which decides
+    automatic sizes; None on a CPU. calls: runs the user's functions, in a process of the role's own.
     """
 
     host: HostInfo
@@ -51,7 +51,7 @@ class Context:
     tokenizer_name: str
     folder: str
     exchange: WeightExchange
-    waits: bool = False
+    replaces_live: bool = False
     room: Room | None = None
     stopping: Stopping = field(default_factory=Stopping)
     calls: UserCalls = field(default_factory=UserCalls)

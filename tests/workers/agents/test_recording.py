@@ -104,7 +104,7 @@ def test_a_request_that_continues_an_earlier_turn_begins_with_its_tokens(tokeniz
     assert once.seed != twice.seed
     answer(mine, twice, [70])
     answer(mine, once, [71])
-    trained = [segment.said.response_ids for segment in mine.segments]
+    trained = [segment.history.response_ids for segment in mine.segments]
     assert trained[0][:3] == BROKEN and trained[1] == [70]  # what was sampled once stands once inside a mask
     third = chat(mine, user("1+1="), assistant(said.text), user("or?"), assistant(tokenizer.decode([70])), user("so?"))
     assert third.segment is twice.segment
@@ -133,7 +133,7 @@ def test_an_edited_answer_is_another_context(tokenizer: Any) -> None:
     mine = recording(tokenizer)
     said = answer(mine, chat(mine, user("1+1=")), [70, 71])
     edited = chat(mine, user("1+1="), assistant(said.text + "!"), user("and?"))
-    assert edited.segment is not mine.segments[0] and not edited.segment.said.response_ids
+    assert edited.segment is not mine.segments[0] and not edited.segment.history.response_ids
 
 
 def test_texts_and_token_ids_are_continued_as_they_were_sampled(tokenizer: Any) -> None:

@@ -54,12 +54,14 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
     """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
     positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
+        scaling = rope_of(config).get("rope_type")
+        more = f"; beyond them its {scaling!r} positions make rows depend on each other"
         raise BadInput(
             f"Generation.max_model_tokens={settings.max_model_tokens}",
-            f"{model} was built for {positions} positions",
+            f"{model} was built for {positions} positions{more if scaling in ('dynamic', 'longrope') else ''}",
             f"give max_model_tokens={positions} or less",
         )
-    if settings.engine == "vllm" and rope_of(config).get("rope_type") == "dynamic":
+    if settings.engine == "vllm" and rope_of(config).get("rope_type") == "dynamic" and not rope_of(config).get("alpha"):
         raise BadInput(
             f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
             "vLLM scales all rows, transformers only rows longer than the original positions",

@@ -363,7 +363,7 @@ class TransformersEngine(GenerationEngine):
         taken = 0
         self.weights_version = -1  # until every weight has arrived
         if self._owns_model:
-            self._memory.give_back([WEIGHTS])
+            self._memory.load([WEIGHTS])
             # One entry per tensor: tied weights have several names, and need only one of them.
             mine = dict(self.readable_weights())
             missing = {id(parameter): name for name, parameter in mine.items()}
@@ -411,7 +411,7 @@ class TransformersEngine(GenerationEngine):
             return 0
         self.weights_version = -1
         # keep the model beside an adapter: no sync brings it again
-        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self.takes_adapter)
+        return self._memory.offload({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self.takes_adapter)
 
     def close(self) -> None:
         self._model = None

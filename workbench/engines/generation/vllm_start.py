@@ -37,8 +37,8 @@ from workbench.placement.memory import STEP_TOKENS
 from workbench.settings.engines import Generation
 from workbench.support.files import home
 from workbench.support.machine import own_gpu_bytes
+from workbench.support.process_environment import with_variables
 from workbench.support.replaced import replaced
-from workbench.support.surroundings import with_variables
 from workbench.telemetry import span
 
 NUMBER = 1  # vLLM's number of the one adapter

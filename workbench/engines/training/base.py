@@ -268,12 +268,12 @@ class TrainingEngine(ABC):
 
         On a CPU this moves them to other memory of the same kind, which only tests need.
         """
-        return self._host_memory.take(self.tensors(), parts or PARTS)
+        return self._host_memory.offload(self.tensors(), parts or PARTS)
 
     def load(self, *parts: Part) -> int:
         """Load parts (none named: all) back onto the device, bit for bit; return the bytes moved. `forward`, `step`,
         `gradients` and the state dicts load what they need; code that reads weights loads the parameters first."""
-        return self._host_memory.give_back(parts or PARTS)
+        return self._host_memory.load(parts or PARTS)
 
     @cached_property
     def _host_memory(self) -> HostMemory:

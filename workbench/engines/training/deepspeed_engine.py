@@ -245,7 +245,7 @@ class DeepSpeedEngine(TrainingEngine):
     def _step(self) -> None:
         adam = self._adam
         groups, held = adam.param_groups, [group["params"] for group in adam.param_groups]
-        with with_moments(adam, self._stretches, lambda: self.half_moved):
+        with with_moments(adam, self._adam_tensors, lambda: self.half_moved):
             try:
                 self._engine.step()
             finally:  # ZeRO gives Adam one group at a time, and does not restore the others if Adam raises
@@ -276,7 +276,7 @@ class DeepSpeedEngine(TrainingEngine):
             for group in getattr(optimizer, kept, {}):
                 getattr(optimizer, kept)[group] = None
         if self._stage == 3 or hasattr(optimizer, "extra_large_param_to_reduce"):
-            for stretch in self._stretches:
+            for stretch in self._adam_tensors:
                 stretch.grad = None
         if self._stage == 2:
             optimizer._release_preflattened_grad_buffers()
@@ -306,7 +306,7 @@ class DeepSpeedEngine(TrainingEngine):
         return cast(torch.optim.Optimizer, getattr(self._engine.optimizer, "optimizer", self._engine.optimizer))
 
     @property
-    def _stretches(self) -> list[Tensor]:
+    def _adam_tensors(self) -> list[Tensor]:
         """The tensors for which Adam keeps state: parameters, or this rank's parts of many of them end to end."""
         if self._stage == 3:  # stage 3 gives them to Adam one at a time
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
@@ -336,7 +336,7 @@ class DeepSpeedEngine(TrainingEngine):
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        stretch = self._stretches[mapping.param_group_index]
+        stretch = self._adam_tensors[mapping.param_group_index]
         where = mapping.get_hp_fragment_address()
         return (stretch if kind == "parameters" else self._adam.state[stretch][kind]).narrow(
             0, where.start, where.numel
@@ -358,7 +358,7 @@ class DeepSpeedEngine(TrainingEngine):
         if not moments:
             self._adam.state.clear()
         elif not self.has_moments:
-            make_moments(self._adam, self._stretches)
+            make_moments(self._adam, self._adam_tensors)
         if self._stage == 3:
             self._engine.optimizer.checkpoint_event_prologue()
 
@@ -369,7 +369,7 @@ class DeepSpeedEngine(TrainingEngine):
         set_optimizer_steps(self._adam, steps)
         # only the weights or only their fp32 masters were written: copy them to the others
         if self._stage == 3:
-            for weights, masters in zip(optimizer.fp16_partitioned_groups_flat, self._stretches, strict=True):
+            for weights, masters in zip(optimizer.fp16_partitioned_groups_flat, self._adam_tensors, strict=True):
                 weights.data.copy_(masters.data)
             optimizer.checkpoint_event_epilogue()
         elif self._sharded_bf16:

@@ -75,7 +75,7 @@ def learning_rate(settings: Training, steps: int) -> float:
     return settings.peak_learning_rate * factor
 
 
-def over(settings: Training, steps: int) -> str:
+def schedule_ended_note(settings: Training, steps: int) -> str:
     """Return a note if the last of `steps` came after the end of the schedule, and moved no weight; else ""."""
     end = settings.total_steps
     if settings.schedule not in ("linear", "cosine") or end is None or steps <= end:
@@ -169,12 +169,12 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -
         made.append(_adamw_8bit(adamw) if settings.optimizer == "adamw_8bit" else torch.optim.AdamW(adamw, fused=True))
     if muon:
         made.append(torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw"))
-    optimizer = made[0] if len(made) == 1 else Together(made)
+    optimizer = made[0] if len(made) == 1 else CombinedOptimizer(made)
     set_rates(optimizer, settings, settings.peak_learning_rate)
     return optimizer
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers, each for its own parameters, as one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:

@@ -206,7 +206,7 @@ class Checkpoints:
                 role=role,
                 folder=str(folder / "roles" / role),
                 parts=parts,
-                layout=layout if model is None else model.standing(layout),
+                layout=layout if model is None else model.rank_layout(layout),
                 model=models and description.models[role].trained and description.is_ours(role),
             )
         return found

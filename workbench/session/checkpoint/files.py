@@ -250,7 +250,7 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         return read_checkpoint(folder)
     inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")
-    found = [file for pattern in inside for file in folder.glob(f"{pattern}/{MANIFEST}") if not _beside(file, folder)]
+    found = [file for pattern in inside for file in folder.glob(f"{pattern}/{MANIFEST}") if not _partial(file, folder)]
     if not found:
         raise NotFound(
             f"no checkpoint in {str(folder)!r}",
@@ -261,7 +261,7 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     return max((read_checkpoint(file.parent) for file in found), key=lambda checkpoint: checkpoint.values["saved_s"])
 
 
-def _beside(file: Path, folder: Path) -> bool:
+def _partial(file: Path, folder: Path) -> bool:
     """Whether a manifest is in an unfinished checkpoint, whose folder never got its final name."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 

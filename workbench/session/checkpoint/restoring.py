@@ -50,7 +50,7 @@ class Restoring:
             model, new = models[role], now[role]
             layout = before.layout_of(role)
             parts = saved_parts(models, role, refreshed="weights" in said["parts"])
-            standing = layout if model is None else model.standing(layout)
+            standing = layout if model is None else model.rank_layout(layout)
             self._files[role] = found = RoleFiles(
                 role=role, folder=str(checkpoint.folder / "roles" / role), parts=parts, layout=standing,
                 states=checkpoint.checksums(f"roles/{role}/state-"),
@@ -119,10 +119,10 @@ class Restoring:
 
     def _count(self, runner: StageRunner, position: Position, prompts: PromptStream) -> None:
         state, counters = self.checkpoint.values["state"], runner.counters
-        prompts.go_back()  # for a checkpoint that was saved before the first prompt
+        prompts.reset()  # for a checkpoint that was saved before the first prompt
         self.check(prompts)
         counters.run, counters.iteration = max(counters.run, state["run"]), state["iteration"]
-        prompts.go_on(state["drawn"], state["prompts"], self.checkpoint.ledger())
+        prompts.restore(state["drawn"], state["prompts"], self.checkpoint.ledger())
         counters.take_draws(state)
         for role, weights in counters.weights.items():
             # rollout workers are sent the actor's weights again; a reference that was never refreshed has its model's

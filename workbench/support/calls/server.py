@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
 from workbench.support.calls.needs import check_needs
-from workbench.support.surroundings import Surroundings, take_over
+from workbench.support.process_environment import ProcessEnvironment, apply_changes
 
 HEAD = struct.Struct("<Q")  # of a message: its length
 PR_SET_CHILD_SUBREAPER = 36
@@ -296,7 +296,7 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._given = Surroundings.here()  # as the host last sent them
+        self._environment = ProcessEnvironment.here()  # as the host last sent it
         self._to_send: queue.SimpleQueue[tuple[bytes, threading.Lock]] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
@@ -319,8 +319,8 @@ class Server:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _load(self, key: str, payload: bytes, surroundings: Surroundings) -> None:
-        self._go_to(surroundings)
+    def _load(self, key: str, payload: bytes, environment: ProcessEnvironment) -> None:
+        self._adopt(environment)
         _known_classes().clear()
         try:
             self._functions[key] = function = pickle.loads(payload)
@@ -329,18 +329,18 @@ class Server:
         except BaseException as error:
             self._unloadable[key] = _sent(error)
 
-    def _go_to(self, surroundings: Surroundings) -> None:
-        """Take over what has changed in the host's surroundings; settings that functions have changed stay."""
-        take_over(surroundings.since(self._given))
-        self._given = surroundings
+    def _adopt(self, environment: ProcessEnvironment) -> None:
+        """Take over what has changed in the host's environment; settings that functions have changed stay."""
+        apply_changes(environment.since(self._environment))
+        self._environment = environment
 
     def _forget(self, key: str) -> None:
         self._functions.pop(key, None)
         self._classes.pop(key, None)
         self._unloadable.pop(key, None)
 
-    def _begin(self, key: str, surroundings: Surroundings) -> None:
-        self._go_to(surroundings)
+    def _begin(self, key: str, environment: ProcessEnvironment) -> None:
+        self._adopt(environment)
         (known := _known_classes()).clear()
         known.update(self._classes.get(key, {}))
         self._loop = self._session.enter_context(event_loop())

@@ -33,7 +33,7 @@ from workbench.support.calls.pickling import packed_rows
 from workbench.support.calls.server import HANDLERS, HEAD, NO_HANDLER, CallFailed, Calls, Work, WrongValue
 
 
-class InHost:
+class CallsInHost:
     """Makes calls in the host, in place of a `CallProcess`. A call past its time limit is given up: Python cannot end
     its thread, and another thread takes its place.
 
@@ -42,11 +42,11 @@ class InHost:
     """
 
     def __init__(self, function: Any, loop: asyncio.AbstractEventLoop, *, threads: bool, raises: bool) -> None:
-        self._told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._calls = Calls(function, lambda *message: self._told.put(message), loop)
+        self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._calls = Calls(function, lambda *message: self._messages.put(message), loop)
         self._threads, self.raises = threads, raises
         self._work: deque[Work] = deque()
-        self._told.put(("ready",))
+        self._messages.put(("ready",))
 
     def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
         """Begin calls, each with its own copy of its values, because a function may change them and be called again."""
@@ -61,7 +61,7 @@ class InHost:
         self._work.clear()
         self._calls.stop()
         self._calls.give_up()
-        self._told = queue.SimpleQueue()
+        self._messages = queue.SimpleQueue()
 
     def give_up(self, calls: Collection[int]) -> list[int]:
         return self._calls.give_up(calls)
@@ -75,7 +75,7 @@ class InHost:
             except WrongValue as problem:
                 return "wrong", work[0], str(problem)
         try:
-            name, *rest = self._told.get(block=wait_s > 0, timeout=wait_s or None)
+            name, *rest = self._messages.get(block=wait_s > 0, timeout=wait_s or None)
         except queue.Empty:
             return None
         if name == "raised":
@@ -228,7 +228,7 @@ class Session:
     a `MemoryError` message names.
     """
 
-    def __init__(self, peer: CallProcess | InHost, name: str, memory_rule: str = "") -> None:
+    def __init__(self, peer: CallProcess | CallsInHost, name: str, memory_rule: str = "") -> None:
         self._peer, self._name, self._memory_rule = peer, name, memory_rule
         self._calls: dict[int, Sequence[Any]] = {}  # that have not ended
         self._new: list[tuple[int, Callable[..., Any], Callable[..., Any]]] = []
@@ -329,7 +329,7 @@ class Session:
             return
         what, rule = f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call"
         remedy = "write compute_reward(..., call_timeout_s=60), or wb.Sampling(call_timeout_s=60); or mend the function"
-        if isinstance(self._peer, InHost):
+        if isinstance(self._peer, CallsInHost):
             if not self._peer.raises:
                 remedy += ": in its host (own_process=False) it goes on taking a core until it returns"
                 self._fail(self._peer.give_up(late), failed, CallFailed(what, rule, remedy))
@@ -377,7 +377,7 @@ class Session:
         """Begin no further call. Running calls have two seconds to end; otherwise their process is killed."""
         self._new = []
         try:
-            if isinstance(self._peer, InHost):
+            if isinstance(self._peer, CallsInHost):
                 self._peer.end()
             else:
                 self._wait_for_end(self._peer, done)

@@ -13,8 +13,8 @@ from workbench.errors import BadInput
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.server import event_loop, noting_alarms
-from workbench.support.calls.session import CallProcess, InHost, Session
-from workbench.support.surroundings import Surroundings
+from workbench.support.calls.session import CallProcess, CallsInHost, Session
+from workbench.support.process_environment import ProcessEnvironment
 
 MOST_FUNCTIONS = 8  # how many a process keeps
 
@@ -43,15 +43,15 @@ class UserCalls:
         self._process: CallProcess | None = None
         self._made_for: tuple[Any, ...] = ()
         self._loaded: dict[str, None] = {}
-        self._beside: list[UserCalls] = []
+        self._extra: list[UserCalls] = []
 
     def processes(self, n: int) -> list[UserCalls]:
         """Return n of these objects, each with a process; the first is this one. Ends processes beyond n."""
-        for one in self._beside[n - 1 :]:
+        for one in self._extra[n - 1 :]:
             one.close()
-        del self._beside[n - 1 :]
-        self._beside += [UserCalls() for _ in range(n - 1 - len(self._beside))]
-        return [self, *self._beside]
+        del self._extra[n - 1 :]
+        self._extra += [UserCalls() for _ in range(n - 1 - len(self._extra))]
+        return [self, *self._extra]
 
     @classmethod
     def code_changed(cls) -> None:
@@ -62,7 +62,7 @@ class UserCalls:
         """Start the process and send it a function, without waiting for it."""
         if limits_of(function).own_process:
             with contextlib.suppress(BadInput):  # the first call raises the error
-                self._with(function)
+                self._process_for(function)
 
     @contextlib.contextmanager
     def session(self, function: Any, *, asks_host: bool = False) -> Iterator[Session]:
@@ -71,14 +71,14 @@ class UserCalls:
         name, limits = name_of(function), limits_of(function)
         if _in_place or not limits.own_process:
             with event_loop() as loop, nullcontext() if _in_place else noting_alarms():
-                yield Session(InHost(function, loop, threads=asks_host or not _in_place, raises=_in_place), name)
+                yield Session(CallsInHost(function, loop, threads=asks_host or not _in_place, raises=_in_place), name)
             return
-        process, key = self._with(function)
+        process, key = self._process_for(function)
         session = Session(
             process, name, f"its process may take {limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
         )
         try:
-            process.send("begin", key, _around())
+            process.send("begin", key, _environment())
             yield session
         except KeyboardInterrupt:  # half a message may have been sent, in either direction
             self._end()
@@ -89,7 +89,7 @@ class UserCalls:
 
     def close(self) -> None:
         """End the process, and the additional ones."""
-        for one in self._beside:
+        for one in self._extra:
             one.close()
         self._end()
 
@@ -98,7 +98,7 @@ class UserCalls:
             self._process.end()
             self._process = None
 
-    def _with(self, function: Any) -> tuple[CallProcess, str]:
+    def _process_for(self, function: Any) -> tuple[CallProcess, str]:
         payload, limits = pickled(function), limits_of(function)
         threads = _threads()
         made_for = limits, threads, self._edits
@@ -111,13 +111,13 @@ class UserCalls:
             if len(self._loaded) == MOST_FUNCTIONS:
                 self._process.send("forget", oldest := next(iter(self._loaded)))
                 del self._loaded[oldest]
-            self._process.send("load", key, payload, _around())
+            self._process.send("load", key, payload, _environment())
             self._loaded[key] = None
         return self._process, key
 
 
-def _around() -> Surroundings:
-    return Surroundings.here(OMP_NUM_THREADS=str(_threads()))
+def _environment() -> ProcessEnvironment:
+    return ProcessEnvironment.here(OMP_NUM_THREADS=str(_threads()))
 
 
 def _threads() -> int:

@@ -20,7 +20,7 @@ from workbench.engines.generation import Ending, Response
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said as words
 from workbench.errors.plain_text import shown
-from workbench.models.control_tokens import as_text, encoded
+from workbench.models.control_tokens import encoded, escape
 from workbench.models.tokenizers import render_prompt, render_reply
 from workbench.models.turn_messages import TurnReader, with_tools
 from workbench.settings.engines import Sampling
@@ -34,7 +34,7 @@ MOST_REFUSED = 200  # a harness that goes on after so many errors will not stop
 
 
 @dataclass(frozen=True)
-class _Point:
+class _TurnEnd:
     """The end of a turn. messages, tokens: how many messages, and tokens of the segment's response, precede it.
     written: the tokens seen by a harness that continues the text, without EOS; text: the same, of a completion. last:
     the turn's last token."""
@@ -48,14 +48,14 @@ class _Point:
 
 @dataclass(kw_only=True)
 class Segment:
-    """One growing context. said: its tokens as a conversation. messages: of a chat, with answers. tools: shown to the
-    model. pending: whether a request waits for its turn. draw: its number among segments of the same prompt."""
+    """One growing context. history: its tokens as a conversation. messages: of a chat, with answers. tools: shown to
+    the model. pending: whether a request waits for its turn. draw: its number among segments of the same prompt."""
 
     kind: Kind
-    said: Conversation
+    history: Conversation
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
-    points: list[_Point] = field(default_factory=list)
+    turn_ends: list[_TurnEnd] = field(default_factory=list)
     pending: bool = False
     draw: int = 0
 
@@ -143,14 +143,14 @@ class Recording:
             )  # fmt: skip
         segment, new = self._segment_for(request)
         room = self._room(segment, len(new), request.most_tokens)
-        if not segment.points:
+        if not segment.turn_ends:
             self._begin(segment)
         segment.pending, self.pending = True, self.pending + 1
-        said = segment.said
+        history = segment.history
         return Asked(
-            prompt_ids=said.prompt_ids + said.response_ids + new,
+            prompt_ids=history.prompt_ids + history.response_ids + new,
             new=new,
-            seed=turn_seed(said.seed, len(segment.points)),
+            seed=turn_seed(history.seed, len(segment.turn_ends)),
             room=room,
             stop=self._sampling.stop if request.stop is None else request.stop,
             segment=segment,
@@ -159,27 +159,27 @@ class Recording:
 
     def _begin(self, segment: Segment) -> None:
         """Give a new segment its seed: its draws depend on its prompt, not on when it is requested."""
-        prompt = segment.said.prompt_ids
+        prompt = segment.history.prompt_ids
         if not self._keeps:
-            segment.said.seed = derive_seed(self.seed, repr(tuple(prompt)), next(self._draws))
+            segment.history.seed = derive_seed(self.seed, repr(tuple(prompt)), next(self._draws))
             return
-        taken = {other.draw for other in self.segments if other.said.prompt_ids == prompt}
+        taken = {other.draw for other in self.segments if other.history.prompt_ids == prompt}
         segment.draw = next(draw for draw in count() if draw not in taken)
         own = prompt == self.prompt_ids and not segment.draw
-        segment.said.seed = self.seed if own else derive_seed(self.seed, repr(tuple(prompt)), segment.draw)
+        segment.history.seed = self.seed if own else derive_seed(self.seed, repr(tuple(prompt)), segment.draw)
         self.segments.append(segment)
 
     def _room(self, segment: Segment, new: int, wanted: int | None) -> int:
         """Return the most tokens that an answer may have. Raises `Refused` if there is no room."""
-        said = segment.said
-        used = len(said.response_ids) + new
-        left = self._max_model_tokens - len(said.prompt_ids) - used
+        history = segment.history
+        used = len(history.response_ids) + new
+        left = self._max_model_tokens - len(history.prompt_ids) - used
         room = min(left, self._sampling.max_new_tokens - used)
         if room < 1:
             self.ending = "max_tokens"
             which = "Generation.max_model_tokens" if left < 1 else "max_new_tokens"
             raise Refused.because(
-                f"{len(said.prompt_ids)} tokens of the prompt and {used} since",
+                f"{len(history.prompt_ids)} tokens of the prompt and {used} since",
                 f"the model reads {self._max_model_tokens} tokens, and max_new_tokens={self._sampling.max_new_tokens} "
                 "of them come after the first prompt of a conversation",
                 f"shorten the messages, or raise {which}", param="messages", code="context_length_exceeded",
@@ -201,24 +201,24 @@ class Recording:
         if found is None:
             return _begun(request, self._prompt(request)), []
         segment, point = found
-        new = render_reply(self._tokenizer, as_text(self._tokenizer, messages[point.messages :]), after=point.last)
-        if point is segment.points[-1] and not segment.pending:
+        new = render_reply(self._tokenizer, escape(self._tokenizer, messages[point.messages :]), after=point.last)
+        if point is segment.turn_ends[-1] and not segment.pending:
             return segment, new
-        return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.tokens] + new), []
+        return _begun(request, segment.history.prompt_ids + segment.history.response_ids[: point.tokens] + new), []
 
     def _prompt(self, request: Request) -> list[int]:
-        messages, tools = as_text(self._tokenizer, (request.messages, request.tools))
+        messages, tools = escape(self._tokenizer, (request.messages, request.tools))
         if not tools:
             return render_prompt(self._tokenizer, messages)
         return encoded(self._tokenizer, with_tools(self._tokenizer, messages, tools, None))
 
     def _continued(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...]
-    ) -> tuple[Segment, _Point] | None:
+    ) -> tuple[Segment, _TurnEnd] | None:
         """Return the latest turn that messages continue, if the model was shown the same tools."""
-        best: tuple[Segment, _Point] | None = None
+        best: tuple[Segment, _TurnEnd] | None = None
         for segment in (one for one in self.segments if one.kind == "chat" and one.tools == tools):
-            for point in segment.points:
+            for point in segment.turn_ends:
                 longer = best is None or point.messages > best[1].messages
                 if longer and point.messages < len(messages):
                     if segment.messages[: point.messages] != messages[: point.messages]:
@@ -227,9 +227,9 @@ class Recording:
         return best
 
     def _text(self, request: Request) -> tuple[Segment, list[int]]:
-        best: tuple[int, Segment, _Point] | None = None
+        best: tuple[int, Segment, _TurnEnd] | None = None
         for segment in (one for one in self.segments if one.kind == "text" and self._keeps):
-            for point in segment.points:
+            for point in segment.turn_ends:
                 known = self._before(segment, point, request.prompt)
                 if known and (best is None or known > best[0]):
                     best = known, segment, point
@@ -237,16 +237,16 @@ class Recording:
             return _begun(request, self._encoded(request.prompt, begins=True)), []
         known, segment, point = best
         new = self._encoded(request.prompt[known:])
-        if point is segment.points[-1] and not segment.pending and point.written == point.tokens:
+        if point is segment.turn_ends[-1] and not segment.pending and point.written == point.tokens:
             return segment, new
-        return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.written] + new), []
+        return _begun(request, segment.history.prompt_ids + segment.history.response_ids[: point.written] + new), []
 
-    def _before(self, segment: Segment, point: _Point, prompt: str | tuple[int, ...]) -> int:
+    def _before(self, segment: Segment, point: _TurnEnd, prompt: str | tuple[int, ...]) -> int:
         """Return how much of a prompt, in characters or tokens, is a segment up to a turn; 0 if the prompt differs, or
         adds nothing to it."""
         before: str | tuple[int, ...] = point.text
         if isinstance(prompt, tuple):
-            before = tuple(segment.said.prompt_ids + segment.said.response_ids[: point.written])
+            before = tuple(segment.history.prompt_ids + segment.history.response_ids[: point.written])
         return len(before) if prompt[: len(before)] == before and len(prompt) > len(before) else 0
 
     def _encoded(self, prompt: str | tuple[int, ...], *, begins: bool = False) -> list[int]:
@@ -266,12 +266,12 @@ class Recording:
 
     def answered(self, asked: Asked, response: Response) -> Answer:
         """Record the response sampled for a request, and return the answer."""
-        segment, said, request = asked.segment, asked.segment.said, asked.request
+        segment, history, request = asked.segment, asked.segment.history, asked.request
         self._waits_no_more(segment)
         self.turns += 1
         self.segments = self.segments if self._keeps else [segment]
-        said.add_observation(asked.new)
-        said.add_turn(response.ids, response.log_probs, response.sets)
+        history.add_observation(asked.new)
+        history.add_turn(response.ids, response.log_probs, response.sets)
         text, calls = self._seen(response, asked.stop), list[dict[str, Any]]()
         if request.tools:
             message = TurnReader(self._tokenizer, None, request.tools).message(response.ids)
@@ -285,8 +285,8 @@ class Recording:
         at_eos, written = response.ending == "eos", ""
         if isinstance(request.prompt, str):
             written = request.prompt + str(self._tokenizer.decode(response.ids[: len(response.ids) - at_eos]))
-        tokens = len(said.response_ids)
-        segment.points.append(_Point(len(segment.messages), tokens, tokens - at_eos, written, response.ids[-1]))
+        tokens = len(history.response_ids)
+        segment.turn_ends.append(_TurnEnd(len(segment.messages), tokens, tokens - at_eos, written, response.ids[-1]))
         return Answer(
             text=text,
             tool_calls=_as_openai(calls),
@@ -299,7 +299,7 @@ class Recording:
         """Drop a request whose client stopped waiting: it is not in the row, and a repetition gets the same answer."""
         self._waits_no_more(asked.segment)
         self.refused += 1
-        if not asked.segment.points:
+        if not asked.segment.turn_ends:
             self.segments = [segment for segment in self.segments if segment is not asked.segment]
 
     def _waits_no_more(self, segment: Segment) -> None:
@@ -318,19 +318,19 @@ class Recording:
     def row(self) -> Conversation:
         """Return the sample as one row: contexts follow each other in the order of their requests; the prompts of all
         but the first are in the response, outside the mask."""
-        first, *others = [segment.said for segment in self.segments if segment.points] or [
+        first, *others = [segment.history for segment in self.segments if segment.turn_ends] or [
             Conversation(prompt_ids=self.prompt_ids, seed=self.seed)
         ]
-        for said in others:
-            first.begin_context(said.prompt_ids, len(said.prompt_ids))
-            _add(first, said)
+        for history in others:
+            first.begin_context(history.prompt_ids, len(history.prompt_ids))
+            _add(first, history)
         return first
 
 
 def _begun(request: Request, prompt_ids: list[int]) -> Segment:
     """Return a new segment. It gets its seed when its request is accepted."""
-    said = Conversation(prompt_ids=prompt_ids, seed=0)
-    return Segment(kind=request.kind, said=said, messages=list(request.messages), tools=request.tools)
+    history = Conversation(prompt_ids=prompt_ids, seed=0)
+    return Segment(kind=request.kind, history=history, messages=list(request.messages), tools=request.tools)
 
 
 def _as_openai(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class Serving:
     def _row(self, i: int, outcome: Outcome) -> Conversation:
         recording, failure = self._recordings[i], outcome.failure
         said = recording.row()
-        if failure is None and not any(segment.points for segment in recording.segments):
+        if failure is None and not any(segment.turn_ends for segment in recording.segments):
             failure = self._agents.error(i, CallFailed(
                 "asked the server for nothing", "a sample has at least one answer to train on",
                 "ask for a chat completion, or a completion, before you return",

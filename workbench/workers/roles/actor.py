@@ -59,7 +59,7 @@ from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_correctable, check_same_tokens
 from workbench.workers.user_loss import (
     OF_MODEL,
-    Asked,
+    ParameterNames,
     TokenFunction,
     UserFunction,
     check_function,
@@ -98,8 +98,8 @@ def token_function(
     return named
 
 
-def _asked(arguments: Mapping[str, Any]) -> Asked:
-    return Asked.by(token_function(*(arguments[name] for name in ("loss", "clip", "clip_high", "dual_clip"))))
+def _asked(arguments: Mapping[str, Any]) -> ParameterNames:
+    return ParameterNames.of(token_function(*(arguments[name] for name in ("loss", "clip", "clip_high", "dual_clip"))))
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             tokens = tokens_of(micro)
             inputs, loss = micro.scored(scale, sets=mask), partial(log_prob, micro)
             (norm,) = self.engine.gradient_norms(
-                [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.counts)]
+                [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.is_leader)]
             )
             if micro.weight:
                 norms[micro.index] = norm
@@ -348,7 +348,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             columns=batch.columns,
             mask=batch.valid_mask,
             own=OWN_METRICS,
-            together=self.context.groups.data.all_or_none if callable(loss) else nullcontext,
+            around_call=self.context.groups.data.all_or_none if callable(loss) else nullcontext,
         )
         if callable(loss):
             if "rollout_log_prob" in function.asked and sampling_mask is None:

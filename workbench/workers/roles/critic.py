@@ -25,7 +25,7 @@ from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
 from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, mean_of
-from workbench.workers.user_loss import Asked, TokenFunction, check_function, check_names, reported
+from workbench.workers.user_loss import ParameterNames, TokenFunction, check_function, check_names, reported
 from workbench.workers.worker import Context
 
 CLIP = 0.2
@@ -54,13 +54,13 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 
 def _reads(columns: tuple[str, ...], arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns of an update whose values and returns are in `columns`."""
-    asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).needed
+    asked = () if arguments["loss"] is None else ParameterNames.of(arguments["loss"]).needed
     own = (name for name in asked if name not in GIVEN)
     return tuple(dict.fromkeys(("prompt_ids", "response_ids", "response_mask", *columns, *own)))
 
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).optional
+    asked = () if arguments["loss"] is None else ParameterNames.of(arguments["loss"]).optional
     return tuple(dict.fromkeys((*COUNTING, *(name for name in asked if name not in GIVEN))))
 
 
@@ -128,9 +128,9 @@ class CriticWorker(TrainedWorker):
             loss_BR, clipped_BR = value_loss(values, old_values, returns, clip=clip)
             return loss_BR, {"value_clip_fraction": clipped_BR.float()}
 
-        together = self.context.groups.data.all_or_none if loss is not None else nullcontext
+        around_call = self.context.groups.data.all_or_none if loss is not None else nullcontext
         function = TokenFunction(
-            function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS, together=together
+            function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS, around_call=around_call
         )
         if loss is not None:
             with self.context.communicator.all_or_none():

@@ -27,7 +27,7 @@ from workbench.models.loading import Limits
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.kl import coarsened, divergence
+from workbench.objectives.kl import divergence, merge_other_tokens
 from workbench.support.validation import PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
 from workbench.workers.model_worker import TrainedWorker, check_update
@@ -53,7 +53,7 @@ class TopK:
         if self.vocabulary is not None and self.vocabulary < log_probs.shape[-1]:
             log_probs = torch.log_softmax(log_probs[:, : self.vocabulary], dim=-1)
         ids = log_probs.topk(self.k, dim=-1).indices
-        outcomes = coarsened(log_probs, ids).clamp(min=LEAST)
+        outcomes = merge_other_tokens(log_probs, ids).clamp(min=LEAST)
         if outcomes.shape[-1] == self.k:  # no token is left
             outcomes = torch.nn.functional.pad(outcomes, (0, 1), value=LEAST)
         return torch.cat([ids.float(), outcomes], dim=-1)  # float32 holds ids up to 2^24
@@ -78,7 +78,7 @@ class Divergence:
 
     def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
         ids, chosen, others = (to_device(rows[positions], log_probs.device) for rows in self._rows)
-        student = coarsened(log_probs, ids.long())
+        student = merge_other_tokens(log_probs, ids.long())
         teacher = chosen if student.shape[-1] == self._k else torch.cat([chosen, others], dim=-1)
         share = student[:, : self._k].detach().exp().sum(-1)
         return torch.stack([divergence(teacher, student, self._beta), share], dim=-1)

@@ -58,7 +58,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._restored = 0
         # the weights that rollout workers last got, if they get patches: their key, and this rank's part
         self._kept: tuple[str, dict[str, Tensor]] = "", {}
-        if not context.waits:
+        if not context.replaces_live:
             self.begin()
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             del self.generator, self.transitions
             gc.collect()
         super().change(spec)
-        self._moved, self._kept = True, ("", {})
+        self._has_file_weights, self._kept = True, ("", {})
         self.begin()
 
     def trained(self) -> tuple[int, int]:
@@ -194,13 +194,13 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.engine.load("parameters")
         self._note_changes()
         with self.ledger("sync", self.engine.steps) as noted:
-            noted.lacked = self._moved or self.generator.lacks_weights
+            noted.lacked = self._has_file_weights or self.generator.lacks_weights
             try:
                 metrics = self._give_weights(strategy, noted)
             except BaseException:  # the engine may have the weights, but they were not checked
                 self.generator.weights_version = -1
                 raise
-            self._moved = False
+            self._has_file_weights = False
             return self.sync_metrics.note(metrics)
 
     def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:

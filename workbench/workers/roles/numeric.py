@@ -17,7 +17,7 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.objectives.arguments import within
+from workbench.objectives.arguments import check_range
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import KLKind, kl_estimate
@@ -41,14 +41,14 @@ from workbench.workers.user_estimator import (
     REWARD,
     Signal,
 )
-from workbench.workers.user_loss import Asked, UserFunction, check_function, check_names
+from workbench.workers.user_loss import ParameterNames, UserFunction, check_function, check_names
 from workbench.workers.worker import Worker
 
 
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
     """Return the columns of a signal that an estimator needs."""
     if callable(estimator):
-        return signal.scores, *signal.columns(Asked.by(estimator).needed)
+        return signal.scores, *signal.columns(ParameterNames.of(estimator).needed)
     critics = dict.fromkeys(WITH_CRITIC, (signal.values,))
     return signal.scores, *{**critics, "remax": (signal.baseline,)}.get(estimator, ())
 
@@ -78,7 +78,7 @@ def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
     estimator = arguments["estimator"]
     if callable(estimator):
-        asked = Asked.by(estimator).optional
+        asked = ParameterNames.of(estimator).optional
         of_estimator = tuple(name for signal in _signals(arguments) for name in signal.columns(asked))
     else:
         of_estimator = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}.get(estimator, ())
@@ -117,7 +117,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
                 "the penalty begins that many tokens before the longest response that is allowed",
                 "give max_response_tokens, the max_new_tokens of the rollouts",
             )
-        within("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
+        check_range("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
 
 
 def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:

@@ -73,7 +73,7 @@ def pair_term(batch: Shard, reading: RowReading, loss: PairLoss) -> Term:
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
         return loss_BR, metrics if micro.weight else {}
 
-    return Term(shard=as_rows(batch), inputs=reading.inputs, loss=each, together=2)
+    return Term(shard=as_rows(batch), inputs=reading.inputs, loss=each, unit_rows=2)
 
 
 def pair_values(worker: PassWorker, batch: Shard, reading: RowReading) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def pair_values(worker: PassWorker, batch: Shard, reading: RowReading) -> tuple[
 
     Uses the same micro-batches as `pair_term`, so that an update starts from these values to the last bit.
     """
-    values_B = worker.row_values(as_rows(batch), reading, together=2)
+    values_B = worker.row_values(as_rows(batch), reading, unit_rows=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 
 

@@ -73,7 +73,7 @@ class RewardWorker(ModelWorker):
             self.hold(module, trained=spec.trained)
         if spec.function is not None:
             context.calls.prepare(spec.function)
-        if spec.judge is not None and not context.waits:
+        if spec.judge is not None and not context.replaces_live:
             self.begin()
 
     def begin(self) -> None:

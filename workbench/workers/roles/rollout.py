@@ -69,7 +69,7 @@ class RolloutWorker(SamplingWorker):
         # an engine that holds weights in another form
         self._has, self._kept = "", dict[str, Tensor]()
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
-        if not context.waits:
+        if not context.replaces_live:
             self.begin()
 
     @property
@@ -111,7 +111,7 @@ class RolloutWorker(SamplingWorker):
             before, whole = intake.received_bytes, intake.whole_bytes
             live = self.generator.live_weights() if found[0].keeps else {}
             into = live or (self._copy() if found[0].keeps else None)
-            since = has if into and has == found[0].since and not self._moved and version >= 0 else ""
+            since = has if into and has == found[0].since and not self._has_file_weights and version >= 0 else ""
             weights: Iterable[tuple[str, Tensor]] = intake.weights(published, self.context.device, into, since=since)
             if into is not self._kept:
                 self._kept = {}
@@ -131,7 +131,7 @@ class RolloutWorker(SamplingWorker):
         version = self.generator.weights_version
         span = self.context.recorder.span
         with self.ledger("sync", version) as noted:
-            noted.lacked = self._moved
+            noted.lacked = self._has_file_weights
             try:
                 with span("weight_sync") as counted:
                     received = communicator.shared_by_group(communicator.world_size, take)
@@ -150,7 +150,7 @@ class RolloutWorker(SamplingWorker):
                 self.generator.weights_version = -1
                 raise
         self.sync_metrics.note(metrics)
-        self._moved = False
+        self._has_file_weights = False
         if found[0].keeps:
             self._has = published.key
         return found[0].keeps, found[0].took_s + time.perf_counter() - began

@@ -37,7 +37,7 @@ from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import Serving, serve
 from workbench.workers.conversation import Compaction, Conversation, converse
 from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
-from workbench.workers.hints import Status, failed_rows
+from workbench.workers.hints import RowFailures, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 from workbench.workers.partial_rollouts import READS as RESUMED
@@ -102,7 +102,7 @@ class SamplingWorker(Worker):
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
     sync_metrics: SyncMetrics
-    _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
+    _has_file_weights = False  # moved or restored since the last sync: the engine has the weights of the model's files
     _room_note, _said = "", False  # a note that patches have no room, and whether it was given
 
     def start_engine(
@@ -125,7 +125,7 @@ class SamplingWorker(Worker):
             lora=lora,
             float32_head=spec.training is not None and spec.training.head_dtype == "float32",
         )
-        if self._moved:
+        if self._has_file_weights:
             self.generator.weights_version = -1
 
     @functools.cached_property
@@ -134,18 +134,18 @@ class SamplingWorker(Worker):
         return KeptConversations()
 
     def extra_state(self) -> dict[str, Any]:
-        if self.spec.generation is not None and not self._moved:
-            self.kept.only_of(self._drawn_with)
+        if self.spec.generation is not None and not self._has_file_weights:
+            self.kept.drop_other_weights(self._weights_id)
         return {**super().extra_state(), "conversations": self.kept.state}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._moved = True
+        self._has_file_weights = True
         self.kept.load(state.get("conversations", {}))
-        if self.spec.generation is not None and not self.context.waits:
+        if self.spec.generation is not None and not self.context.replaces_live:
             self.generator.weights_version = -1  # the next call syncs
 
     @property
-    def _drawn_with(self) -> list[int]:
+    def _weights_id(self) -> list[int]:
         """Numbers that identify the weights with which this worker generates."""
         return [self.generator.weights_version, *self.trained()]
 
@@ -270,12 +270,12 @@ class SamplingWorker(Worker):
         """
         sampling = _sampling({name: given for name, given in locals().items() if name not in ("self", "batch")})
         self.before_rollouts()
-        self.kept.only_of(self._drawn_with)
+        self.kept.drop_other_weights(self._weights_id)
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         drawn_with = self.generator.weights_version
         with (
             self.ledger("generation", drawn_with) as noted,
-            self.context.stopping.only(self._in_step(sampling.several_turns is not None)),
+            self.context.stopping.in_step_with(self._in_step(sampling.several_turns is not None)),
             self.context.recorder.span("generate") as counted,
         ):
             noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
@@ -301,7 +301,7 @@ class SamplingWorker(Worker):
         if pause_after or resume:
             metrics |= begun.metrics(columns)
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
-        status = Status(batch if resume else replace(batch, columns={}))
+        status = RowFailures(batch if resume else replace(batch, columns={}))
         if (function := sampling.several_turns) is not None:
             errors = {i: c.failure for i, c in enumerate(conversations) if c.failure is not None}
             for row, error in errors.items():
@@ -333,17 +333,17 @@ class SamplingWorker(Worker):
         here = self._rows_here(batch)
         own = slice(mine.start + here.start, mine.start + here.stop)
         rows = self._text_rows(batch, here, seeds[own])
-        given, room = self._of_calls(batch, here), self.spec.generation.max_model_tokens
+        given, room = self._call_arguments(batch, here), self.spec.generation.max_model_tokens
         pool: Pool | None = batch.meta.get("environments")
         processes = 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
         given["calls"] = self.context.calls.processes(processes)
         environments = Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **given)
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
-        key = key_of(sampling, rows, self._drawn_with)
+        key = key_of(sampling, rows, self._weights_id)
         # ranks of a tensor group have the same conversations: all ranks resume them, or none does
         keys = self.context.communicator.shared_by_group(self._tensor_ranks, lambda: [key])
         key = b"".join(keys) if all(keys) else b""
-        with self.kept.resuming(key, self._drawn_with, new) as conversations, environments.running():
+        with self.kept.resuming(key, self._weights_id, new) as conversations, environments.running():
             converse(
                 self.generator,
                 conversations,
@@ -352,7 +352,7 @@ class SamplingWorker(Worker):
                 mine=own,
                 max_model_tokens=room,
                 compaction=Compaction(sampling.context, self.tokenizer) if sampling.context else None,
-                **self._together(),
+                **self._lockstep_arguments(),
             )
         return conversations
 
@@ -385,7 +385,7 @@ class SamplingWorker(Worker):
         assert self.spec.generation is not None
         here, size = self._rows_here(batch), self._tensor_ranks
         own = slice(mine.start + here.start, mine.start + here.stop)
-        agents = Agents(sampling, self._text_rows(batch, here, seeds[own]), **self._of_calls(batch, here))
+        agents = Agents(sampling, self._text_rows(batch, here, seeds[own]), **self._call_arguments(batch, here))
         room = self.spec.generation.max_model_tokens
         recordings = [
             Recording(sampling, self.tokenizer, ids, seed, room, keeps=getattr(sampling.agent, "records", True))
@@ -395,7 +395,7 @@ class SamplingWorker(Worker):
         rank = self.context.communicator.rank % size
         with server.running(), agents.running():
             serving = Serving(recordings, agents, server, first=rank, of=size, most_open=sampling.most_open)
-            serve(self.generator, serving, sampling, **self._together())
+            serve(self.generator, serving, sampling, **self._lockstep_arguments())
         if self.context.groups.model_parallel:
             return self.context.communicator.shared_by_group(size, lambda: serving.rows)
         return serving.rows
@@ -415,14 +415,14 @@ class SamplingWorker(Worker):
             {**{name: column[i] for name, column in texts.items()}, "sample_seed": seed} for i, seed in enumerate(seeds)
         ]
 
-    def _of_calls(self, batch: Shard, here: slice) -> dict[str, Any]:
+    def _call_arguments(self, batch: Shard, here: slice) -> dict[str, Any]:
         return {
             "calls": self.context.calls,
             "where": f"rank {self.context.host.rank} of pool {self.context.host.pool}",
             "row_numbers": batch.rows[here].tolist(),
         }
 
-    def _together(self) -> dict[str, Any]:
+    def _lockstep_arguments(self) -> dict[str, Any]:
         """Return the arguments of `converse` that keep the ranks of a tensor group in step."""
         size, communicator = self._tensor_ranks, self.context.communicator
 

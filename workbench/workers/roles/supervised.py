@@ -15,7 +15,7 @@ from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean
 from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
-from workbench.models.control_tokens import as_text, encoded
+from workbench.models.control_tokens import encoded, escape
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
 from workbench.support.validation import PositiveInt
@@ -123,6 +123,6 @@ class SupervisedWorker(TrainedWorker):
         start = self.tokenizer.bos_token_id
         start = self.tokenizer.eos_token_id if start is None else start
         tokens = [
-            [*encoded(self.tokenizer, as_text(self.tokenizer, str(row))), self.tokenizer.eos_token_id] for row in rows
+            [*encoded(self.tokenizer, escape(self.tokenizer, str(row))), self.tokenizer.eos_token_id] for row in rows
         ]
         return Ragged.of([[start, *row[:max_tokens]] for row in tokens], torch.int64)

@@ -11,16 +11,16 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The surroundings of one process. folder: None where it was deleted. path: `sys.path`."""
+class ProcessEnvironment:
+    """The environment of one process. folder: None where it was deleted. path: `sys.path`."""
 
     variables: Mapping[str, str]
     folder: str | None
     path: tuple[str, ...]
 
     @classmethod
-    def here(cls, **variables: str) -> Surroundings:
-        """Return this process's surroundings. variables: replace those of the environment."""
+    def here(cls, **variables: str) -> ProcessEnvironment:
+        """Return this process's environment. variables: replace those of `os.environ`."""
         try:
             folder = os.getcwd()
         except OSError:
@@ -28,7 +28,7 @@ class Surroundings:
         # Python ignores other entries of sys.path, such as Paths
         return cls({**os.environ, **variables}, folder, tuple(entry for entry in sys.path if isinstance(entry, str)))
 
-    def since(self, before: Surroundings) -> dict[str, Any]:
+    def since(self, before: ProcessEnvironment) -> dict[str, Any]:
         """Return the changes: variables by name (None: removed), the folder, and the entries of the path that were
         added and removed. Empty without changes."""
         names = {**before.variables, **self.variables}
@@ -62,8 +62,8 @@ def with_variables(values: Mapping[str, str]) -> Iterator[None]:
         set_variables(before)
 
 
-def take_over(changes: Mapping[str, Any]) -> None:
-    """Apply the changes of another process's surroundings, see `Surroundings.since`, to this process."""
+def apply_changes(changes: Mapping[str, Any]) -> None:
+    """Apply the changes of another process's environment, see `ProcessEnvironment.since`, to this process."""
     set_variables(changes.get("variables", {}))
     if "folder" in changes:
         with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cases import TINY, tiny_lab
 from workbench.models import load_tokenizer, render_prompt
-from workbench.models.chat_format import template_doubts
+from workbench.models.chat_format import template_warnings
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}END{% endif %}{% endfor %}"
 
@@ -18,11 +18,11 @@ def tokenizer() -> Any:
 
 
 def doubts(tokenizer: Any, text: str = "2 + 3?") -> list[str]:
-    return template_doubts(tokenizer, render_prompt(tokenizer, text), text)
+    return template_warnings(tokenizer, render_prompt(tokenizer, text), text)
 
 
 def test_a_tokenizer_that_is_right_gives_no_doubt(tokenizer: Any) -> None:
-    assert doubts(tokenizer) == template_doubts(tokenizer) == []
+    assert doubts(tokenizer) == template_warnings(tokenizer) == []
 
 
 @pytest.mark.parametrize(("end", "doubted"), [("\n### End\n", True), ("", False), ("\n", False), ("{eos}\n", False)])
