@@ -122,7 +122,11 @@ def test_an_interrupt_of_what_a_call_checks_says_that_nothing_was_done(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, owner: type, step: str
 ) -> None:
     batch, call = lab.prompts.next(2), lab.actor.generate_sequences
-    monkeypatch.setattr(owner, step, lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+
+    def pressed(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, step, pressed)
     with expect_error(StageInterrupted, rule="as before the stage" if owner is GroupOperation else "as it was"):
         call(batch, max_new_tokens=6) if owner is GroupOperation else lab.move(wb.Placement.colocate(devices=1))
 

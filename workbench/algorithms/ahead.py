@@ -31,7 +31,7 @@ from workbench.workers.partial_rollouts import check_parts
 from workbench.workers.rollout_columns import rollout_metrics
 
 
-def generation_stages(graph: Graph) -> tuple[Stage, ...]:
+def stages_up_to_generation(graph: Graph) -> tuple[Stage, ...]:
     """Return the stages that generate samples and all stages they depend on, in call order; () if none generates."""
     wanted = {stage.name for stage in graph.stages if stage.samples}
     for stage in reversed(graph.stages):
@@ -43,7 +43,7 @@ def generation_stages(graph: Graph) -> tuple[Stage, ...]:
 def check_can_run_ahead(graph: Graph) -> None:
     """Raise `BadInput` if this graph cannot generate for an iteration before the current iteration has ended."""
     rule = "an iteration runs ahead up to its generation: lab.prompts.next, and stages that update nothing, before it"
-    first, *others = generation_stages(graph) or (None,)
+    first, *others = stages_up_to_generation(graph) or (None,)
     wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
     if first is None:
         reason = "none of its stages generates"
@@ -71,7 +71,7 @@ def journaling(lab: Lab, stage: Stage) -> Iterator[None]:
 
 def check_can_pause(graph: Graph) -> None:
     """Raise `BadInput` if a later call cannot resume the paused responses of this graph."""
-    stages = generation_stages(graph)
+    stages = stages_up_to_generation(graph)
     if len(stages) != 2 or stages[1].operation != "generate_sequences":
         raise BadInput(
             f"{graph.title} with pause_after",
@@ -96,7 +96,7 @@ def draw_ahead(
     responses. generated_before: resume only responses that were last generated before this iteration; None: all paused
     ones. groups: the number of prompts to draw; None: as many as an iteration draws.
     """
-    stages, buffer, counters = generation_stages(graph), lab.buffer, lab.runner.counters
+    stages, buffer, counters = stages_up_to_generation(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     paused = buffer.part_paused(names, generated_before)
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
@@ -161,7 +161,7 @@ def pausing_stage(stage: Stage, found: WaitingRollouts, pause_after: int | None)
 
 def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
     """Resume paused responses until an iteration's groups are complete. draw: resumes all paused responses once."""
-    stages, buffer = generation_stages(graph), lab.buffer
+    stages, buffer = stages_up_to_generation(graph), lab.buffer
     names = tuple(stage.name for stage in stages)
     while stages and buffer.count(names) < groups_of(stages):
         stopped = any(found.stages == names and RESUMED in found.made and not found.whole for found in buffer.waiting)
@@ -173,7 +173,7 @@ def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
 def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
     """Begin an iteration with rollouts from the buffer: return the batches of its stages up to generation, and the
     entries taken out. Too few: the entry whose generation has not ended, if there is one; else {}, []."""
-    stages, buffer, counters = generation_stages(graph), lab.buffer, lab.runner.counters
+    stages, buffer, counters = stages_up_to_generation(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     if not stages or stages[0] is not graph.stages[0] or stages[0].role != "prompts":
         return {}, []
@@ -215,7 +215,7 @@ def generate_ahead(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., o
     """Generate ahead while new rollouts will be at most `staleness` iterations old when an iteration draws them. The
     current iteration has already drawn its own. draw: generates for one more iteration. Each paused response is
     resumed once per iteration."""
-    stages, iteration = generation_stages(graph), lab.iteration
+    stages, iteration = stages_up_to_generation(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
     while (room := staleness * groups - buffer.count(names, paused=True)) > 0:
         draw(generated_before=iteration, groups=min(room, groups))

@@ -42,7 +42,7 @@ class LiveFields(NamedAttributes):
     """
 
     lab: Lab
-    restored: bool = False  # from a checkpoint
+    was_restored: bool = False  # from a checkpoint
     _live = False  # construction is over: an assignment is a change
     _changed: dict[str, None]  # fields, or fields of settings, assigned since then: "clip", "sampling.temperature"
 
@@ -86,7 +86,7 @@ class LiveFields(NamedAttributes):
         if is_same(before, value):
             return
         trial: Any = object.__new__(type(self))
-        trial.__dict__.update(self.__dict__, **{name: value, "_live": False, "restored": True})
+        trial.__dict__.update(self.__dict__, **{name: value, "_live": False, "was_restored": True})
         trial.__post_init__()
         me: Any = self
         if me.under_way:

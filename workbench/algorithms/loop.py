@@ -19,8 +19,8 @@ from workbench.algorithms.ahead import (
     finish_paused,
     from_buffer,
     generate_ahead,
-    generation_stages,
     journaling,
+    stages_up_to_generation,
 )
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
@@ -127,7 +127,7 @@ class Algorithm(StageEdits):
             self._run_before = self.lab.runner.counters.run
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         note_settings(self, of_run, self._kept_arguments(), once)
-        if self._staleness and stage.name not in {other.name for other in generation_stages(graph)}:
+        if self._staleness and stage.name not in {other.name for other in stages_up_to_generation(graph)}:
             generate_ahead(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
             finish_paused(self.lab, graph, self._draw_ahead)
@@ -225,7 +225,7 @@ class Algorithm(StageEdits):
     def resume_at(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
         """Continue from `saved`, the `position` of an algorithm of this class. made: the results of the stages that had
         run in the current iteration; None between iterations."""
-        self.restored, self._from_buffer = True, ()
+        self.was_restored, self._from_buffer = True, ()
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
@@ -245,7 +245,7 @@ class Algorithm(StageEdits):
         self._under_way, self._from_buffer = False, ()
         self.made.clear()
         self._iteration = iteration
-        self.restored = False
+        self.was_restored = False
 
     def iterate(self) -> dict[str, float]:
         """Run the rest of the current iteration, or a new one, and return the metrics of its stages."""
@@ -324,7 +324,7 @@ class Algorithm(StageEdits):
         self.lab.take_edits(self)
         rows, seconds = [], []
         self.lab.position.take_up(self)
-        saved = self.restored and self.lab.position.saved_algorithm is not None
+        saved = self.was_restored and self.lab.position.saved_algorithm is not None
         resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__

@@ -162,7 +162,7 @@ def _spans(
 def template_warnings(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", unread: Collection[str] = ()
 ) -> list[str]:  # fmt: skip
-    """Return a sentence for each doubt about the chat template and the tokenizer, with a remedy. prompt_ids, text: of
+    """Return a warning for each problem of the chat template and the tokenizer, with a remedy. prompt_ids, text: of
     one prompt. unread: parts of rows that the template ignores."""
     ends = differing_ends(tokenizer), _end_warning(tokenizer)
     left = (

@@ -392,7 +392,8 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
-    """Return (bytes, role, use) of these devices together, the largest first. certain: only `least_bytes`."""
+    """Return (bytes, role, use) of these devices together, the largest first. certain: without activations, copies for
+    syncs and (on a CPU) caches and mapped files, as in `least_bytes`, but with the gradients of all roles."""
     on_cpu = estimate.device == "cpu"
     unsure = {"sync_copy", "activations", *(["generation_kv_cache"] if on_cpu else [])}
     found = Counter[tuple[str, str]]()

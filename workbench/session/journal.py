@@ -8,7 +8,7 @@ is sent, and another when its hosts have ended it. An entry has the changes sinc
     counters   JSON: numbers of runs, batches and draws, the weights of each role, the position of the prompts
     position   JSON: positions of the last algorithm and the streams of examples, automatic saves, checkpoints
     sent       stages that were sent to their hosts, by number: `SentRun`; written again with the outcome of an
-    update that was interrupted, or whose metrics no caller has yet
+               update that was interrupted, or whose metrics no caller has yet
     over       numbers of stages whose results their callers have, or that left nothing
     locations  where rows of columns are, by controller and number: `Location`
     batches    batches that the store has come to keep, by name: `KeptBatch` or `FiledBatch`

@@ -58,7 +58,7 @@ class Position:
     def take_up(self, algorithm: Algorithm) -> None:
         """Have a new algorithm go on from the saved position of its class."""
         saved = self.saved_algorithm
-        if saved is None or algorithm.restored or saved["class"] != type(algorithm).__name__:
+        if saved is None or algorithm.was_restored or saved["class"] != type(algorithm).__name__:
             return
         algorithm.resume_at(saved, self._made(saved) if saved["under_way"] else None)
         self.algorithm = algorithm  # so that `recover` puts it back, even before its first step

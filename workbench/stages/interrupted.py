@@ -62,7 +62,7 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
         error.remedy = "; ".join(filter(None, (error.remedy, again)))
 
 
-def twice(name: str, *, updates: bool) -> StageInterrupted:
+def broken_off(name: str, *, updates: bool) -> StageInterrupted:
     """Return the error for an inline run whose computation in this thread a second interrupt ended."""
     if updates:
         rule = "it was left in the middle: what it updates may be half updated"

@@ -260,7 +260,7 @@ class StageRun(Run):
             self.stuck = 0 < len(answers) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # a second one, inline, where this call runs the stage
                 self.stuck |= self.updates  # no stage may use a half-done update
-                self.fail(interrupted.twice(self.name, updates=self.updates))
+                self.fail(interrupted.broken_off(self.name, updates=self.updates))
                 raise
             if not isinstance(error, Exception):
                 raise

@@ -71,7 +71,7 @@ class WeightSync:
         self._runner, self._role, self._operation = runner, role, operation
         self._last: tuple[Publication, StageRun] | None = None
         generation = runner.hosts.description.generation
-        self._choice = PatchDecision(generation.sync) if role == ROLLOUT and generation else None
+        self._decision = PatchDecision(generation.sync) if role == ROLLOUT and generation else None
 
     def due(self) -> bool:
         """Whether the role will lag behind the actor after all runs that were called so far."""
@@ -88,7 +88,7 @@ class WeightSync:
         merged: see `publish_weights`."""
         runner = self._runner
         publication = Publication(
-            runner, probe=probe, merged=merged, keep=None if self._choice is None else self._choice.patches
+            runner, probe=probe, merged=merged, keep=None if self._decision is None else self._decision.patches
         )
 
         def taken() -> None:
@@ -104,9 +104,9 @@ class WeightSync:
         return take
 
     def _note_cost(self, take: StageRun) -> None:
-        if self._choice is not None and not take.future.cancelled() and take.future.exception() is None:
+        if self._decision is not None and not take.future.cancelled() and take.future.exception() is None:
             ranks: Sequence[tuple[bool, float]] = take.future.result()  # whether it went by patches, and its seconds
-            self._choice.note(max(seconds for _, seconds in ranks), patches=ranks[0][0])
+            self._decision.note(max(seconds for _, seconds in ranks), patches=ranks[0][0])
 
 
 class RolloutCaller:

@@ -239,9 +239,9 @@ def converse(
             turns.begin_more()
             for _ in range(steps):
                 for turn in decoding.step() if decoding.open else ():
-                    turns.on_policy_turn(turn)
+                    turns.take_turn(turn)
             for i, reply in share(turns.replies):
-                turns.on_reply(i, reply)
+                turns.take_reply(i, reply)
             progress(len(conversations) - turns.left, len(conversations), decoding.tokens)
 
 
@@ -275,7 +275,7 @@ class _Turns:
         wait_s = 0.0 if self._decoding.open else WAIT_S
         return [(row + self._first, reply) for row, reply in self._environments.replies(wait_s)]
 
-    def on_policy_turn(self, turn: Response) -> None:
+    def take_turn(self, turn: Response) -> None:
         """Record a turn of the policy, and ask the environment to answer it."""
         i, conversation = turn.row, self._conversations[turn.row]
         lead_ids = conversation.lead_ids
@@ -289,7 +289,7 @@ class _Turns:
             self._environments.send_turn(Turn(row=i - self._first, response_ids=turn.ids, lead_ids=lead_ids))
         self._count(i)
 
-    def on_reply(self, i: int, reply: Reply) -> None:
+    def take_reply(self, i: int, reply: Reply) -> None:
         """Record an environment's reply, and let the policy continue."""
         conversation = self._conversations[i]
         if reply.again:

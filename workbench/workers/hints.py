@@ -144,7 +144,7 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
 # --- too little memory ------------------------------------------------------------------------------------------------
 
 
-def remedy_for(error: BaseException, host: Host, call: Call) -> str:
+def memory_remedy(error: BaseException, host: Host, call: Call) -> str:
     """Return a remedy for an error of a stage, or "" if none is known."""
     if not is_out_of_memory(error):
         return ""

@@ -35,7 +35,7 @@ from workbench.support.machine import (
 )
 from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
-from workbench.workers.hints import remedy_for, require_finite
+from workbench.workers.hints import memory_remedy, require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.patching import Models, Patch, Patched
 from workbench.workers.role_state import (
@@ -166,7 +166,7 @@ class Host(Shards):
         except BaseException as error:
             if must_propagate(error):
                 raise
-            failure = Failure.of(error, remedy_for(error, self, call))
+            failure = Failure.of(error, memory_remedy(error, self, call))
             engine = engine_of(self.workers[call.role]) if call.updates and call.role in self.workers else None
             if engine is not None and not engine.half_moved:
                 stopped = self._stopping.part_if_failed

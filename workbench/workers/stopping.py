@@ -36,8 +36,8 @@ class StageStopped(Signal):
 
 
 class Stopping:
-    """The stopping points of a host's stage. rank, ranks: of the pool; all its ranks are in step, unless `with
-    only(...)` says otherwise. store: the pool's, once it is open; a single rank needs none."""
+    """The stopping points of a host's stage. rank, ranks: of the pool; all its ranks are in step, except inside
+    `in_step_with`. store: the pool's, once it is open; a single rank needs none."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.store: dist.Store | None = None

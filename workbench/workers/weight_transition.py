@@ -116,7 +116,7 @@ class WeightTransitions:
         self.slices = trained_slices(spec, context.layout)
         self._made: dict[str, WeightTransition] = {}
         assert spec.generation is not None
-        self._choice, self._failed = PatchDecision(spec.generation.sync), False
+        self._decision, self._failed = PatchDecision(spec.generation.sync), False
 
     def forget(self) -> None:
         """Send all weights whole the next time, for example after a restored state."""
@@ -143,7 +143,7 @@ class WeightTransitions:
         transition = self._made[strategy]
         exchange = transition.exchange
         received, whole, handed = exchange.received_bytes, exchange.whole_bytes, transition.handed_bytes
-        patches, most = self._choice.patches, transition.most_kept_bytes
+        patches, most = self._decision.patches, transition.most_kept_bytes
         full = patches and most > 0 and not exchange.kept_bytes and not has_room(most)
         failed, full = communicator.all_reduce_max(torch.tensor([self._failed, full], dtype=torch.int64)).tolist()
         if failed:
@@ -162,7 +162,7 @@ class WeightTransitions:
         everywhere = communicator.all_reduce(torch.tensor([noted.moved_bytes, len(noted.differ)])).tolist()
         self._failed = bool(everywhere[1])
         took_s = communicator.all_reduce_max(torch.tensor([time.perf_counter() - began], dtype=torch.float64))
-        self._choice.note(took_s.item(), patches=patches and not full)
+        self._decision.note(took_s.item(), patches=patches and not full)
         if everywhere[1]:
             self._generator.weights_version = -1
             raise self._not_as_sent(transition, arrival)

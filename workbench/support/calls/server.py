@@ -1,8 +1,8 @@
 """The process of a user's functions: `serve`. Its host's side is `workbench.support.calls.session`.
 
     host -> process                                            process -> host
-    load key, function, around   forget key                    ready, or unloadable `Error`
-    begin key, around            end                           begun i                done i, value
+    load key, function, environ  forget key                    ready, or unloadable `Error`
+    begin key, environ           end                           begun i                done i, value
     add [(i, invoke, finish, arguments)], concurrency          wrong i, what          raised i, `Error`
     ping                         stop                          pong                   stopped, print stream, text
 

@@ -40,7 +40,7 @@ from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, requir
 from workbench.workers.hints import RowFailures, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
-from workbench.workers.partial_rollouts import READS as RESUMED
+from workbench.workers.partial_rollouts import READS as READS_TO_RESUME
 from workbench.workers.partial_rollouts import PartialResponses, check_cache, check_parts, in_parts
 from workbench.workers.rollout_columns import (
     COMPONENTS,
@@ -82,7 +82,7 @@ def _of_several_turns(arguments: Mapping[str, Any]) -> bool:
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["prompt_ids", "prompt_uid", *(["prompt"] if _of_several_turns(arguments) else [])]
-    return (*columns, *(RESUMED if arguments["resume"] else ()))
+    return (*columns, *(READS_TO_RESUME if arguments["resume"] else ()))
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
