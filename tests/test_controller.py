@@ -51,6 +51,7 @@ def test_roles_are_attributes_and_complete_with_tab(tmp_path: Path) -> None:
     with tiny_lab("facade", tmp_path, backend="inline", models={"actor": TINY, "critic": TINY}) as lab:
         assert lab.actor is lab.groups["actor"]
         assert {"actor", "critic", "move", "topology"} <= set(dir(lab))
+        assert not {"take_edits", "submit"} & set(dir(lab))  # only the package calls them
         lab.drop("critic")
         assert "critic" not in dir(lab)
         assert not hasattr(lab, "critic")

@@ -139,10 +139,7 @@ class Stepper(View):
                 "(<code>lab.panel(algorithm=wb.PPO(lab))</code>), or choose one above.</p>"
             )
         marks = self._marks(graph)
-        counts = ", ".join(
-            f"{name} {mark.sign} {mark.words}" for name, mark in marks.items() if mark.words != "waiting"
-        )
-        head = f"<div>{escape(self._where())}{': ' + escape(counts) if counts else ''}</div>"
+        head = f"<div>{escape(self._where())}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
         rows = [

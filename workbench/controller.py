@@ -44,7 +44,7 @@ from workbench.conversations.endpoint import serve
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, MissingDependency
-from workbench.messages.metrics import MetricValues
+from workbench.messages.metrics import StageMetrics
 from workbench.placement import Placement
 from workbench.session.attributes import AdvantagesOperation, no_attribute, set_attribute
 from workbench.session.changed import changed
@@ -106,7 +106,11 @@ def _field(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
     return property(read, doc=doc)  # type: ignore[return-value]
 
 
-@checks_calls("lab")
+@checks_calls(
+    "lab",
+    internal="before_close call check_driver driving end lead note_position open_runs passed_over reported_as "
+    "run_log save_if_due scheduler submit sync_plans take_edits",
+)
 class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
@@ -161,8 +165,8 @@ class Workbench:
     weights = _field(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
     iteration = _field(int, lambda self: self.runner.counters.iteration, "The number of the current or last iteration.")
     last_metrics = _field(
-        dict[str, MetricValues],
-        lambda self: self.runner.counters.last_metrics,
+        StageMetrics,
+        lambda self: StageMetrics(self.runner.counters.last_metrics),
         "The metrics of this iteration, by stage.",
     )
     looks = _field(

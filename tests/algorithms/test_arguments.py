@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -182,3 +183,12 @@ def test_a_batch_s_own_method(lab: Any) -> None:
     remax = wb.ReMax(lab, prompts=4, samples=2, sampling=SHORT)
     assert [(a.name, a.value, a.source) for a in remax.arguments("repeat")] == [("n", 2, "ReMax.samples")]
     assert remax.arguments("join") == []
+
+
+def test_a_notebook_shows_an_algorithm_and_its_metrics_as_tables(lab: Any) -> None:
+    html = wb.PPO(lab, prompts=4, sampling=SHORT)._repr_html_()
+    texts = re.findall("<td[^>]*>([^<]*)", html)
+    assert texts[:6] == ["prompts", "4", "16", "samples", "1", ""]  # the last: that of the default
+    assert "wb.Sampling(max_new_tokens=6)" in texts
+    ppo_of(lab).run(1)
+    assert ">compute_reward<" in lab.last_metrics._repr_html_() and ">rewards/mean<" in lab.last_metrics._repr_html_()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.expected import expect_error
 from workbench.display import Timeline, role_styles, timeline
-from workbench.display.idle import DeviceSpans
+from workbench.display.idle import Callers, DeviceSpans
 from workbench.display.palette import BLACK, NO_ROLE, ROLE_STYLES, WHITE
 from workbench.display.timeline import MOST_BARS, drawn
 from workbench.errors import BadInput
@@ -212,3 +212,10 @@ def test_role_colours_and_letters_differ_and_text_on_them_can_be_read():
         light, dark = sorted((luminance(style.colour), luminance(style.ink)), reverse=True)
         assert style.ink in (BLACK, WHITE)
         assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2.2, 1.4.3
+
+
+def test_a_window_begins_between_two_stages_of_one_cell():
+    callers = Callers(of_run={1: (7, 0), 2: (7, 0)})
+    spans = [row("update_actor", 0, 2), row("generate", 5, 9, run=2)]
+    (times,) = timeline(spans, start=1003.0, callers=callers).summary
+    assert (times["controller_s"], times["uncalled_s"], times["idle_s"]) == (2.0, 0.0, 2.0)

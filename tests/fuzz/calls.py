@@ -19,15 +19,9 @@ from workbench.support.validation import hints_of
 
 SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 
-# what is public by its name, and which part of the package calls it: nothing that a cell is told to call
+# as `checks_calls(internal=)`, for classes without it
 INTERNAL = {
-    "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
-    "Batch": "check_beside copies derive finished_columns is_of known_as makers need settle twin wait_for_columns "
-    "with_pending with_results",
-    "Algorithm": "change_argument define finish go_back resume_at load_state need on_policy position rollouts state",
     "WorkerGroup": "delegate place set_worker take_back take_edits",
-    "PromptStream": "ahead begin reset restore snapshot",
-    "Buffer": "age choose count forget_unmade load part_paused put_back state take_out",
     "ExampleStream": "check resume_if_same",
     "Layout": "coordinates generating generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled of",
@@ -84,7 +78,8 @@ class Call:
 
 def public(owner: Any, internal: str = "") -> list[str]:
     """The public callables of an object's class, by name."""
-    members = {name: inspect.getattr_static(owner, name) for name in dir(type(owner)) if not name.startswith("_")}
+    listed = {name for name in dir(type(owner)) if not name.startswith("_")} & set(dir(owner))
+    members = {name: inspect.getattr_static(owner, name) for name in sorted(listed)}
     kinds = (staticmethod, classmethod)
     return [
         name for name, member in members.items()
@@ -146,10 +141,10 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
     examples = lab.demonstrations([{"prompt": "a", "response": "b"}] * 4, held_out=1)
     run = lab.actor.compute_log_prob.submit(batch)
     owners: list[tuple[str, Any, str]] = [
-        ("lab", lab, INTERNAL["Workbench"]), ("batch", batch, INTERNAL["Batch"]),
-        ("algo", algorithm, INTERNAL["Algorithm"]), ("Placement", wb.Placement.colocate(), ""),
-        ("lab.prompts", lab.prompts, INTERNAL["PromptStream"]), ("examples", examples, INTERNAL["ExampleStream"]),
-        ("group", lab.actor, INTERNAL["WorkerGroup"]), ("lab.buffer", lab.buffer, INTERNAL["Buffer"]),
+        ("lab", lab, ""), ("batch", batch, ""),
+        ("algo", algorithm, ""), ("Placement", wb.Placement.colocate(), ""),
+        ("lab.prompts", lab.prompts, ""), ("examples", examples, INTERNAL["ExampleStream"]),
+        ("group", lab.actor, INTERNAL["WorkerGroup"]), ("lab.buffer", lab.buffer, ""),
     ]  # fmt: skip
     found = [
         _call(f"{called}.{name}", getattr(owner, name), values)

@@ -28,9 +28,7 @@ from tests.fuzz.calls import INTERNAL, Call, calls
 from tests.fuzz.damage import harmless
 from tests.fuzz.values import VALUES, fits
 from workbench.algorithms import ALGORITHMS
-from workbench.algorithms.buffer import Buffer
 from workbench.data.examples import ExampleStream
-from workbench.data.prompt_stream import PromptStream
 from workbench.errors import WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.session.checkpoint.files import Checkpoint
@@ -105,18 +103,7 @@ def test_the_table_is_complete(table: Table) -> None:
     assert {call.name.partition(".")[0] for call in table.calls} >= set(ROLES)
     for function in FUNCTIONS:
         assert f"wb.{function}" in named
-    kinds = (
-        wb.Workbench,
-        wb.Batch,
-        wb.Algorithm,
-        PromptStream,
-        ExampleStream,
-        WorkerGroup,
-        wb.Layout,
-        wb.Model,
-        Buffer,
-    )
-    for kind in (*kinds, wb.Generation):
+    for kind in (ExampleStream, WorkerGroup, wb.Layout, wb.Model, wb.Generation):
         members = {name for name in dir(kind) if not name.startswith("_")}
         gone = set(INTERNAL[kind.__name__].split()) - members
         assert not gone, f"{kind.__name__} has no {gone}: take it out of INTERNAL"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Priority = Callable[[pd.DataFrame], Any]
 
 
-@checks_calls("lab.buffer")
+@checks_calls("lab.buffer", internal="age choose count forget_unmade load part_paused put_back state take_out")
 class Buffer:
     """`lab.buffer`: groups of rollouts, oldest first. A group is the responses to one prompt.
 

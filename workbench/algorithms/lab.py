@@ -11,7 +11,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.store import Weights
 from workbench.config.description import Description
 from workbench.data.prompt_stream import PromptStream
-from workbench.messages.metrics import MetricValues
+from workbench.messages.metrics import StageMetrics
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.store import TelemetryStore
@@ -39,7 +39,7 @@ class Lab(Protocol):
     @property
     def iteration(self) -> int: ...
     @property
-    def last_metrics(self) -> dict[str, MetricValues]: ...
+    def last_metrics(self) -> StageMetrics: ...
 
     def __getattr__(self, name: str) -> WorkerGroup: ...
 

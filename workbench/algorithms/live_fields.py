@@ -236,6 +236,10 @@ def fields_by_name(value: Any) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
 def value_in_effect(values: Mapping[str, Any], name: str, value: Any) -> Any:
     """Return a value as a table of changes shows it: for a clip of None, the clip that the loss uses. values: the other
     values, by name."""
@@ -325,7 +329,7 @@ def recording(algorithm: Algorithm, call: str, *, resumed: bool = False, **given
         yield
         return
     name, cell = variable_of(algorithm), running_cell()
-    made_as = "" if name else _as_written(algorithm)
+    made_as = "" if name else as_written(algorithm)
     under_way, ended, iteration = algorithm.under_way, algorithm.ended_iterations, lab.iteration
     before = len(_made_in_order(algorithm)) if under_way else 0
     _under_way.add(id(algorithm))
@@ -359,7 +363,7 @@ def _made_in_order(algorithm: Algorithm) -> list[str]:
     return made if algorithm.under_way or len(made) < len(names) else []
 
 
-def _as_written(value: Any) -> str:
+def as_written(value: Any) -> str:
     """Return an algorithm or settings as the text of a constructor call: `wb.PPO(lab, prompts=4)`; "" if it holds a
     value that has no such text, for example a function."""
     if isinstance(value, type) or not is_dataclass(value):
@@ -371,11 +375,10 @@ def _as_written(value: Any) -> str:
     parts = []
     for field in fields(value):
         now = getattr(value, field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name == "lab":
             parts.append("lab")
-        elif field.init and not is_same(now, default):
-            if not (text := _as_written(now)):
+        elif field.init and not is_same(now, default_of(field)):
+            if not (text := as_written(now)):
                 return ""
             parts.append(f"{field.name}={text}")
     prefix = "" if made.__module__ == "__main__" else "wb."

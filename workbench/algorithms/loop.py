@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Annotated, Any, Self
 
 import pandas as pd
@@ -25,10 +25,11 @@ from workbench.algorithms.ahead import (
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.live_fields import note_settings, recording
+from workbench.algorithms.live_fields import as_written, default_of, fields_by_name, note_settings, recording
 from workbench.algorithms.waiting import WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.data.reward_function import Weight
+from workbench.display.html import table
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Iterations
 from workbench.display.results import Results
@@ -45,7 +46,10 @@ from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 
-@checks_calls("algo")
+@checks_calls(
+    "algo",
+    internal="change_argument define finish go_back load_state need on_policy position resume_at rollouts state",
+)
 class Algorithm(StageEdits):
     """Runs an algorithm on a workbench. `define` is the algorithm's listing in its paper, one line per stage.
 
@@ -71,6 +75,15 @@ class Algorithm(StageEdits):
         algorithm = super().__new__(cls)
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={}, _made_in=running_cell())
         return algorithm
+
+    def _repr_html_(self) -> str:
+        rows: list[dict[str, Any]] = []
+        for name, known in fields_by_name(self).items():
+            value, default = (as_written(one) or shown(one) for one in (getattr(self, name), default_of(known)))
+            if name != "lab":
+                changed = default not in (value, shown(MISSING))
+                rows.append({"field": name, "value": value, "default": default if changed else ""})
+        return table(rows, caption=f"{type(self).__name__} on {self.lab.name}", max_rows=len(rows))
 
     # --- running stages and iterations --------------------------------------------------------------------------------
 

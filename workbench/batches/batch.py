@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
-@checks_calls("batch")
+@checks_calls(
+    "batch",
+    internal="check_beside copies derive finished_columns is_of known_as makers need settle twin wait_for_columns "
+    "with_pending with_results",
+)
 class Batch(BatchHandle):
     """A named, versioned, immutable table whose columns lie on the hosts.
 

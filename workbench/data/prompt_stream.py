@@ -135,7 +135,7 @@ class Feed(Protocol):
         """Record that a setting was assigned."""
 
 
-@checks_calls("lab.prompts")
+@checks_calls("lab.prompts", internal="ahead begin reset restore snapshot")
 class PromptStream(NamedAttributes):
     """`lab.prompts`: draws batches of prompts, in an order that depends only on the seed, or on `order`.
 

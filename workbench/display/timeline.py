@@ -253,10 +253,11 @@ def timeline(
     end = end if end is not None else max((row["end_s"] for row in rows), default=start)
     if end < start:
         raise BadInput(f"timeline from {start} to {end}", "the start must not lie after the end", "swap the two")
-    rows = [row for row in rows if row["end_s"] >= start and row["start_s"] <= end]
-    found = DeviceSpans(rows, lanes_of(((row["pool"], row["device"]) for row in rows), devices))
-    present = dict.fromkeys(range(len(found.lanes)), (start, end))
-    return drawn(rows, found, found.gaps((start, end), callers=callers), present, (start, end), fold=fold)
+    here = [row for row in rows if row["end_s"] >= start and row["start_s"] <= end]
+    lanes = lanes_of(((row["pool"], row["device"]) for row in here), devices)
+    found = DeviceSpans(rows, lanes)  # all rows: a cell that called earlier stages too may be between two of them
+    present = dict.fromkeys(range(len(lanes)), (start, end))
+    return drawn(here, found, found.gaps((start, end), callers=callers), present, (start, end), fold=fold)
 
 
 def comparison(sides: Mapping[str, Sequence[Row]]) -> Timeline:

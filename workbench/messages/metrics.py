@@ -124,4 +124,14 @@ class MetricValues(dict[str, float]):
     """Metrics by name, shown as a table."""
 
     def _repr_html_(self) -> str:
-        return table([{"metric": name, "value": f"{value:.6g}"} for name, value in self.items()], max_rows=60)
+        return table(self.rows(), max_rows=60)
+
+    def rows(self) -> list[dict[str, str]]:
+        return [{"metric": name, "value": f"{value:.6g}"} for name, value in self.items()]
+
+
+class StageMetrics(dict[str, MetricValues]):
+    """Metrics by stage and name, shown as a table."""
+
+    def _repr_html_(self) -> str:
+        return table([{"stage": stage, **row} for stage, one in self.items() for row in one.rows()], max_rows=200)

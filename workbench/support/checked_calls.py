@@ -66,11 +66,17 @@ def checked_call(called: str = "") -> Callable[[F], F]:
     return decorate
 
 
-def checks_calls(called: str) -> Callable[[C], C]:
-    """Make every public method of a class check its arguments, except abstract ones. called: the users' name for an
-    object of the class, for messages."""
+def checks_calls(called: str, internal: str = "") -> Callable[[C], C]:
+    """Make every public method of a class check its arguments, except abstract ones.
+
+    called: the users' name for an object of the class, for messages. internal: names that only this package uses; an
+    object does not list them, so that Tab offers what users call.
+    """
+    hidden = frozenset(internal.split())
 
     def decorate(kind: C) -> C:
+        listed: Any = kind.__dir__
+        setattr(kind, "__dir__", lambda self: [name for name in listed(self) if name not in hidden])  # noqa: B010
         for name, member in list(vars(kind).items()):
             inner = getattr(member, "__func__", member)  # of a static or class method
             if name.startswith("_") or not isinstance(inner, types.FunctionType):
