@@ -182,7 +182,7 @@ def main() -> None:
     }
     for name, value in exponents.items():
         print(f"{name} grows as conversations ^ {value:.2f}")
-    print("nothing is quadratic" if max(exponents.values()) < LINEAR else "something grows faster than the number")
+    print("nothing is quadratic" if max(exponents.values()) < LINEAR else "something grows faster than linearly")
 
 
 if __name__ == "__main__":

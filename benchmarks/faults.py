@@ -295,7 +295,7 @@ class FaultsOfMachines(FaultsOfPools):
             if not error:  # it had ended before: the next stage finds it
                 error, _ = driver.try_to(REST.format(3))
                 said_s = time.monotonic() - began
-            assert error.startswith(("HostDied", "StageError")), f"a machine is gone, and it is not said: {error}"
+            assert error.startswith(("HostDied", "StageError")), f"a machine is gone, but the error is: {error}"
             began = time.monotonic()
             self._back()
             recovery_s = time.monotonic() - began
@@ -344,11 +344,11 @@ def drawn(trials: int, pools: bool, apart: bool) -> Iterator[tuple[str, str, flo
 def main() -> int:
     """Print the table; 1 where a trial was not right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100, help="in all, those in --state included")
-    parser.add_argument("--state", type=Path, default=Path("runs/faults.jsonl"), help="results, a line a trial")
+    parser.add_argument("--trials", type=int, default=100, help="total number of trials, with those in --state")
+    parser.add_argument("--state", type=Path, default=Path("runs/faults.jsonl"), help="results, one line per trial")
     parser.add_argument("--pools", action="store_true", help="kill rollout workers, and the trainer beside them")
     parser.add_argument("--machines", action="store_true", help="break machines, cables and network")
-    parser.add_argument("--minutes", type=float, default=None, help="stop after so long; a later call goes on")
+    parser.add_argument("--minutes", type=float, default=None, help="stop after this time; a later call continues")
     arguments = parser.parse_args()
     arguments.state.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in arguments.state.read_text().splitlines()] if arguments.state.exists() else []

@@ -90,7 +90,7 @@ def turns(case: Case) -> Iterator[str]:
     import workbench as wb
 
     if not on_gpu():
-        yield "nothing moves on a CPU: its memory and the host's are one"
+        yield "nothing moves on a CPU: it has only host memory"
         return
     models = dict.fromkeys(("actor", "critic", "reference", "reward"), case.model)
     lab = opened(case, models, share_memory=True)
@@ -100,7 +100,7 @@ def turns(case: Case) -> Iterator[str]:
         began_s = time.time()
         ppo.iterate()
         seconds.append(time.time() - began_s)
-    yield f"PPO, four models: {seconds[-1]:.1f} s an iteration of {case.prompts} responses"
+    yield f"PPO, four models: {seconds[-1]:.1f} s per iteration of {case.prompts} responses"
     spans = lab.spans().query("start_s >= @began_s")  # the first iteration makes host memory page-locked
     for kind in ("offload", "load"):
         moved = spans.query("kind == @kind and moved_bytes > 1e9")

@@ -214,7 +214,7 @@ def main() -> None:
     columns = ["model", "GPUs", "what", "published_s", "predicted_s"]
     print(pd.DataFrame(more, columns=columns).to_string(index=False), flush=True)
     found = cross_validated()
-    print("mean absolute error of what was left out, in %:")
+    print("mean absolute error of the figures left out, in %:")
     print(found.groupby("left out", sort=False)["error_%"].agg(lambda one: one.abs().mean()).round(1).to_string())
     for axis in ("size", "gpus"):
         part = found[found["left out"].str.startswith(axis)]

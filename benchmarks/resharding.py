@@ -100,7 +100,7 @@ def rows(hidden: int, ranks: int, iterations: int) -> list[dict[str, Any]]:
     }
     for strategy in STRATEGIES:
         if any(rank[strategy][0] != rank[strategy][1] for rank in found):
-            sys.exit(f"{strategy} on {ranks} ranks: received other bytes than planned")
+            sys.exit(f"{strategy} on {ranks} ranks: received another number of bytes than planned")
         table.append(
             {
                 "model": f"{weights.nbytes / 2**20:.0f} MiB",

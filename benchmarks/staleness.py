@@ -147,9 +147,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--model", default="tiny-llama-tied")
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--samples", type=int, default=8, help="of each of 4 prompts")
-    parser.add_argument("--tokens", type=int, default=160, help="most of a response, of --speed")
-    parser.add_argument("--pause", type=int, default=24, help="tokens of a part, of --speed")
+    parser.add_argument("--samples", type=int, default=8, help="responses for each of 4 prompts")
+    parser.add_argument("--tokens", type=int, default=160, help="--speed: most tokens of a response")
+    parser.add_argument("--pause", type=int, default=24, help="--speed: tokens of a part")
     arguments = parser.parse_args()
     if arguments.speed:
         arguments.rate = 1e-9

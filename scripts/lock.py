@@ -81,9 +81,9 @@ def say_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the exact versions anew, or compare an environment with them.")
-    parser.add_argument("--only", choices=("cpu", "cuda"), help="which file; otherwise both")
-    parser.add_argument("--compare", metavar="FOLDER", type=Path, help="say what this environment has in their place")
+    parser = argparse.ArgumentParser(description="Write the exact versions again, or compare an environment with them.")
+    parser.add_argument("--only", choices=("cpu", "cuda"), help="which file; default: both")
+    parser.add_argument("--compare", metavar="FOLDER", type=Path, help="print where this environment differs")
     chosen = parser.parse_args()
     if chosen.compare:
         say_changes(pins_of("cpu"), {k: v for k, v in installed(chosen.compare).items() if k not in ("pip", OWN)})

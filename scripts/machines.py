@@ -380,7 +380,7 @@ def _number(text: str, units: dict[str, float], ending: str) -> float:
     """ "1gbit", "10ms", "1%": what stands before the ending, times the unit's worth."""
     found = re.fullmatch(rf"([\d.]+)({'|'.join(units)}){ending}", text.strip().lower())
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number with a unit, such as 1gbit, 10ms or 1%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number with a unit, such as 1gbit, 10ms or 1%")
     return float(found[1]) * units[found[2]]
 
 
@@ -394,22 +394,22 @@ def _delay(text: str) -> float:
 
 def _loss(text: str) -> float:
     if (loss := _number(text, {"": 0.01}, "%")) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: more than all packets cannot be lost")
+        raise argparse.ArgumentTypeError(f"{text!r}: at most all packets can be lost")
     return loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    parser.add_argument("--number", type=int, help="of the cluster, where several run")
-    starting = commands.add_parser("up", help="start a head and so many machines")
+    parser.add_argument("--number", type=int, help="number of the cluster, if several run")
+    starting = commands.add_parser("up", help="start a head and this many machines")
     starting.add_argument("count", type=int)
     starting.add_argument("--cores", type=int, default=2, help="slots of each machine (default: 2)")
     starting.add_argument("--racks", nargs="+", default=[], help="the rack of each machine (default: one rack)")
-    shaping = commands.add_parser("link", help="shape the cable of a machine; without options: as it was at first")
+    shaping = commands.add_parser("link", help="shape the cable of a machine; without options: reset it")
     shaping.add_argument("machine")
     shaping.add_argument("--rate", type=_rate, default=0.0, help="such as 1gbit")
-    shaping.add_argument("--delay", type=_delay, default=0.0, dest="delay_s", help="each way, such as 10ms")
+    shaping.add_argument("--delay", type=_delay, default=0.0, dest="delay_s", help="in each direction, such as 10ms")
     shaping.add_argument("--loss", type=_loss, default=0.0, help="such as 1%%")
     for name in ("cut", "join", "kill", "start", "freeze", "thaw"):
         commands.add_parser(name).add_argument("machine")

@@ -60,7 +60,7 @@ def run_twice(folder: Path, arguments: list[str]) -> int:
     failed = failed_in(folder)
     if code != 1 or not 0 < len(failed) <= MOST_FLAKY:
         return code
-    print(f"\nonce more, alone: {len(failed)} that failed", flush=True)
+    print(f"\nrunning {len(failed)} failed tests again, alone", flush=True)
     code = pytest_exit(folder, "--durations=0", *kept(arguments), *failed)
     flaky = [name for name in failed if name not in failed_in(folder)]
     if flaky:
@@ -114,7 +114,7 @@ def run_folder() -> Iterator[Path]:
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (old / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            print(f"ending what is left of a run that was killed: {old}", flush=True)
+            print(f"ending processes of a killed run: {old}", flush=True)
             end(old)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with (folder / "lock").open("w") as file:

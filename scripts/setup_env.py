@@ -165,7 +165,7 @@ def main() -> None:
             "--editable",
             requirement(build),
         ),
-        "See pip's message above; `make` goes on from here.",
+        "See pip's message above; `make` continues from here.",
     )
     if not gpu:
         must(environment.pip("uninstall", "--yes", *CUDA_ONLY), "See pip's message above.")

@@ -28,7 +28,7 @@ class Checks(View):
         return id(self.report), bool(self.driver.busy), self.lab.iteration, self.chosen
 
     def controls(self) -> str:
-        told = "on a small batch of their own; afterwards the system is as before"
+        told = "checks use their own small batch; afterwards the system is unchanged"
         return choice("run", "chosen", [ALL, *CHECKS], self.chosen) + button("Check", "check", drives=True, title=told)
 
     def picture(self) -> str:

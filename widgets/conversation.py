@@ -11,7 +11,7 @@ from workbench.errors import BadInput
 from workbench_widgets.view import View, button, choice, entry, whole_number
 
 NONE = "No conversation yet: chat = lab.conversation(row, environment=MyEnvironment)"
-KEYS = "arrows go from turn to turn and fold answers, Enter goes to a turn"
+KEYS = "arrow keys move between turns and fold answers, Enter goes to a turn"
 
 
 class ConversationView(View):
@@ -51,12 +51,12 @@ class ConversationView(View):
         parts += [
             entry("turns with text", "search", self.search, kind="search", size=10),
             button("Step", "step", drives=True, off=over, title="the policy takes a turn, and the environment answers"),
-            button("Finish", "finish", drives=True, off=over, title="turns until the branch has ended"),
-            button("Back", "back", off=none, title="to the turn before"),
+            button("Finish", "finish", drives=True, off=over, title="take turns until the branch ends"),
+            button("Back", "back", off=none, title="go to the previous turn"),
             entry("continuations", "continuations", self.continuations, kind="number", size=4),
-            button("Fork here", "fork", drives=True, off=over, title="continue behind this turn several times"),
+            button("Fork here", "fork", drives=True, off=over, title="continue after this turn several times"),
             button(
-                "Fork before", "fork", drives=True, off=none, title="draw this turn anew several times", before=True
+                "Fork before", "fork", drives=True, off=none, title="sample this turn again several times", before=True
             ),
             button("Train", "train", drives=True, off=none, title="one update of the actor on this branch"),
         ]

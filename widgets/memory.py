@@ -208,11 +208,11 @@ class Memory(Charts):
         return str(device_map(shown, f"memory of {self.lab.name} by role")._repr_html_()) if shown else ""
 
     def empty(self) -> str:
-        return "<p>Asking the hosts what they hold ...</p>"
+        return "<p>Asking the hosts for their memory use ...</p>"
 
     def controls(self) -> str:
         return entry("up to capacity", "capacity", self.capacity, kind="checkbox") + button(
-            "Read now", "read", title="ask the hosts what they hold"
+            "Read now", "read", title="ask the hosts for their memory use"
         )
 
     # --- actions ------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ class Metrics(Charts):
             f"<output>{self.smoothing:.2f}</output></label>"
         )
         wanted = self._last() if self.iteration is None else self.iteration
-        looked = button(f"Samples of iteration {wanted}", "samples", off="" if wanted else "there is none yet")
+        looked = button(f"Samples of iteration {wanted}", "samples", off="" if wanted else "there is no iteration yet")
         return "".join(
             [
                 slider,
@@ -185,7 +185,7 @@ class Metrics(Charts):
             + button(f"Show these {len(found)}", "show_found")
             + button(f"Hide these {len(found)}", "hide_found")
             + button("As at first", "show_first")
-            + f'<div class="wb-list" data-scrolls>{groups or "none is called so"}</div></details>'
+            + f'<div class="wb-list" data-scrolls>{groups or "no metric has this name"}</div></details>'
         )
 
     def _choice_of_runs(self) -> str:
@@ -193,7 +193,7 @@ class Metrics(Charts):
         listed = "".join(entry(name, "beside", name in self.others, kind="checkbox", run=name) for name in runs)
         return (
             f'<details class="wb-choices"><summary>Other runs beside: {len(self.others)} of {len(runs)}</summary>'
-            f'<div class="wb-list" data-scrolls>{listed or "none in the folder of runs"}</div></details>'
+            f'<div class="wb-list" data-scrolls>{listed or "no other run in the folder of runs"}</div></details>'
         )
 
     def _found(self) -> list[tuple[str, str]]:
@@ -208,7 +208,7 @@ class Metrics(Charts):
     def on_smooth(self, value: Any) -> None:
         factor = float(value)
         if not 0 <= factor < 1:
-            raise BadInput(f"smoothing={value!r}", "must be from 0 to below 1")
+            raise BadInput(f"smoothing={value!r}", "must be at least 0 and below 1")
         self.smoothing = factor
 
     def on_show(self, stage: str, metric: str, value: bool) -> None:
@@ -235,7 +235,7 @@ class Metrics(Charts):
             return
         folder = self.runs().get(run)
         if folder is None:
-            raise BadInput(f"run {run!r}", f"{len(self.runs())} others have metrics", "choose one of the list")
+            raise BadInput(f"run {run!r}", f"{len(self.runs())} others have metrics", "choose one from the list")
         if run not in self._runs:
             self._runs[run] = MetricCurves(TelemetryStore(folder))
         self.others.append(run)
@@ -244,7 +244,7 @@ class Metrics(Charts):
     def on_iteration(self, value: Any) -> None:
         number = int(value) if str(value).isdigit() else 0
         if not 1 <= number <= self._last():
-            raise BadInput(f"iteration {value!r}", f"there are 1 to {self._last()}", "choose one of these")
+            raise BadInput(f"iteration {value!r}", f"iterations go from 1 to {self._last()}", "choose one of these")
         self.iteration = number
 
     def on_samples(self) -> None:
@@ -254,7 +254,7 @@ class Metrics(Charts):
     def on_look(self, x: float, source: str = "") -> None:
         """Show the samples of a point's iteration."""
         if source:
-            raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
+            raise BadInput(f"samples of {source}", "only this workbench's run has samples", "choose a point of it")
         self.on_iteration(int(x))
         self.on_samples()
 

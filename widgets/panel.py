@@ -93,7 +93,7 @@ class Panel:
     def show(self, name: str, **given: Any) -> Panel:
         """Select a view, and pass it what to show: `panel.show("samples", iteration=3)`. Returns the panel."""
         if name not in self.views:
-            raise BadInput(f"view {name!r}", f"this panel has {', '.join(self.views)}", "lab.panel() has all")
+            raise BadInput(f"view {name!r}", f"this panel has {', '.join(self.views)}", "lab.panel() has all views")
 
         def turn() -> None:
             self.views[name].receive(**given)
@@ -306,7 +306,7 @@ class Panel:
         if blocked:
             running = next((run for run in self.lab.open_runs() if run.state == "running"), None)
             what = f"a cell is running {running.name}" if running is not None else "a cell is running"
-            reason = f"{what}: buttons wait until it ends (with `await`, or .submit(), they need not)"
+            reason = f"{what}: buttons wait until it ends (not if the cell uses `await` or .submit())"
         busy = self.driver.busy
         if self._status.get("busy") and not busy:
             self._action_error = ""  # such as of a button that was pressed meanwhile
@@ -327,5 +327,5 @@ class Panel:
 def again(lab: Any) -> str:
     """How to get a panel back after its kernel has ended."""
     if lab.description.backend == "inline":
-        return "This workbench was in the kernel itself. To have it again, run the notebook's cells again."
-    return f"To go on, run in a cell:\n\nimport workbench as wb\nlab = wb.attach({lab.name!r})\nlab.panel()"
+        return "This workbench was in the kernel. To get it back, run the notebook's cells again."
+    return f"To continue, run in a cell:\n\nimport workbench as wb\nlab = wb.attach({lab.name!r})\nlab.panel()"

@@ -182,19 +182,19 @@ class PlacementEditor(View):
         draft, answer = self.draft, self._costs.answer(self._question())
         off = ""
         if draft is None:
-            off = "nothing is drafted: drag a role onto another pool"
+            off = "there is no draft: drag a role onto another pool"
         elif answer is None:
-            off = "asking what it would move"
+            off = "asking the hosts what would move"
         elif isinstance(answer, str) or answer.fits is False:
-            off = "it cannot be done: see below"
+            off = "this change is not possible: see below"
         back = self._before[-1] if self._before else None
         return "".join(
             [
                 button("Apply", "apply", drives=True, off=off, title="move the live models to the draft"),
-                button("Discard draft", "discard", off="" if draft is not None else "nothing is drafted"),
+                button("Discard draft", "discard", off="" if draft is not None else "there is no draft"),
                 button(
                     f"Undo ({len(self._before)})" if back else "Undo", "undo", drives=True,
-                    off="" if back else "nothing was moved from here", title=f"move back to {back}",
+                    off="" if back else "this view has moved nothing", title=f"move back to {back}",
                 ),
             ]
         )  # fmt: skip
@@ -225,7 +225,7 @@ class PlacementEditor(View):
         change = answer if isinstance(answer, PlacementChange) else None
         parts = [self._head(), self._pools(change, controls=controls)]
         if answer is None:
-            parts.append("<p>asking the hosts what it would move ...</p>")
+            parts.append("<p>asking the hosts what would move ...</p>")
         elif isinstance(answer, str):
             parts.append(f"<p>\N{MULTIPLICATION X} {escape(answer)}</p>")
         if change is not None:
@@ -245,11 +245,11 @@ class PlacementEditor(View):
         if draft is not None:
             lines = [f"<b>draft:</b> {escape(str(draft))}", f'<span style="opacity:.8">live: {live}</span>']
         if self.lab.description.actor_is_reference:
-            lines.append("The reference is the actor without its adapter, and stands where the actor does.")
+            lines.append("The reference is the actor without its adapter, on the actor's devices.")
         if self.lab.description.backend == "inline":
             lines.append(
                 "The inline backend has one process, the kernel, and one device: roles cannot move. "
-                "Open the workbench with backend='ray' for that."
+                "Open the workbench with backend='ray' to move roles."
             )
         return "".join(f"<div>{line}</div>" for line in lines)
 
@@ -315,7 +315,7 @@ class PlacementEditor(View):
             names = [*(pool.name for pool in placement.pools), NEW_POOL]
             at = names.index(placement.pool_of(role).name) + by
             if at < 0:
-                raise BadInput(f"{role} before pool {names[0]!r}", "that is the first one", "go right, to the others")
+                raise BadInput(f"{role} before pool {names[0]!r}", "this is the first pool", "move it to the right")
             return put(placement, role, names[at], self.lab.placement)
 
         self._edit(step)
@@ -327,7 +327,7 @@ class PlacementEditor(View):
         """Take an offered placement as the draft."""
         offer = next((offer for offer in self._costs.offers if offer.name == name), None)
         if offer is None or offer.placement is None:
-            raise BadInput(f"plan {name!r}", offer.why if offer else "it is not on offer")
+            raise BadInput(f"plan {name!r}", offer.why if offer else "it is not offered")
         wanted = offer.placement
         self._edit(lambda shown: replace(wanted, environments=shown.environments))
 
@@ -349,7 +349,7 @@ class PlacementEditor(View):
             raise
         self._draft = wanted
         self.driver.outcome = (
-            f"draft: {wanted}" if self.draft is not None else "nothing is drafted: all is as it is live"
+            f"draft: {wanted}" if self.draft is not None else "there is no draft: the live placement is shown"
         )
 
     # --- moving -------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class PlacementEditor(View):
         """Move the live models to the draft."""
         draft = self.draft
         if draft is None:
-            raise BadInput("Apply", "nothing is drafted", "drag a role onto another pool")
+            raise BadInput("Apply", "there is no draft", "drag a role onto another pool")
 
         def done(before: Placement) -> None:
             self._before.append(before)
@@ -369,7 +369,7 @@ class PlacementEditor(View):
     def on_undo(self) -> None:
         """Move back to the placement before the last move from here."""
         if not self._before:
-            raise NotFound("a move to undo", "nothing was moved from here")
+            raise NotFound("a move to undo", "this view has moved nothing")
         self._move(f"moving back to {self._before[-1]}", self._before[-1], lambda _: self._before.pop())
 
     def _move(self, what: str, placement: Placement, done: Callable[[Placement], object]) -> None:
@@ -395,7 +395,7 @@ def put(placement: Placement, role: str, pool: str, live: Placement) -> Placemen
         here = placement.pool_of(role)
         if len(here.roles) == 1:
             raise BadInput(
-                f"{role} in a new pool", f"it has pool {here.name!r} for itself", "drag it onto another pool"
+                f"{role} in a new pool", f"it is alone in pool {here.name!r} already", "drag it onto another pool"
             )
         pool = next(name for name in (role, *(f"{role}_{n}" for n in range(2, 99))) if name not in names)
         return placement.with_role(role, pool, devices=1)
@@ -429,8 +429,8 @@ def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> 
         )
         rows.append(row | ({"": Markup(take)} if controls else {}))
     caption = (
-        "placements with a name, and the quickest; one ahead: for run(n, staleness=1); an iteration as predicted from "
-        "what was timed here, what would move from what is live, and how long that takes"
+        "named placements, and the quickest; one ahead: for run(n, staleness=1); iteration: its time, predicted by "
+        "calls timed here; moves and time: what would move from the live placement, and how long"
     )
     suggest, does = "", ""
     if controls:

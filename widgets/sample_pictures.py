@@ -40,7 +40,7 @@ _TOKENS = "white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.75 ui-monospa
 def page_table(view: Samples, looked: Looked, *, live: bool) -> str:
     """The rows of a page: text, numbers, and means of token numbers over the policy's tokens."""
     if not looked.page:
-        return "<p>No row is left: widen the filter.</p>"
+        return "<p>No row matches: widen the filter.</p>"
     names = [str(name) for name in looked.rows.numbers if name not in HIDDEN]
     names.sort(key=lambda name: not any(word in name for word in ("reward", "cost")))  # stable: these first
     arrow = " ▼" if view.descending else " ▲"
@@ -167,7 +167,7 @@ def tokens(
         value = of.get(colour, math.nan)
         says = f"token {n + 1} of {len(ids)} {text!r} (id {ids[n]}): {colour} {number(value)}"
         if "difference" in of:
-            says += ", behind what both have" if other else f", difference {number(of['difference'])}"
+            says += ", after the common tokens" if other else f", difference {number(of['difference'])}"
         if outside:
             says += f", {ratio} {'above' if outside > 0 else 'below'} the clip range"
             says += "" if "clipped" not in of else ", clipped" if of["clipped"] else ", not clipped"

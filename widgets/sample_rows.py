@@ -153,13 +153,13 @@ def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
     if not where:
         return np.ones(len(numbers), dtype=bool)
     what = f"rows where {shown(where, 80)}"
-    rule = f"must be an expression such as rewards > 0.5, with and, or, not, of {', '.join(map(str, numbers))}"
+    rule = f"must be an expression such as rewards > 0.5, with and, or, not, over {', '.join(map(str, numbers))}"
     try:
         found = numbers.eval(where, engine="python", local_dict={}, global_dict={})
     except Exception as error:  # the parser and pandas raise many kinds
         raise BadInput(what, f"{rule}: {error}") from error
     if not isinstance(found, pd.Series) or found.dtype != bool:
-        raise BadInput(what, f"is no truth value of a row; {rule}")
+        raise BadInput(what, f"is not true or false for each row; {rule}")
     return np.asarray(found)
 
 

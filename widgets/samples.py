@@ -91,9 +91,9 @@ class Samples(View):
         self.batch, self._note = batch, ""
         if iteration is not None and not batch:
             self._note = (
-                f"Iteration {iteration} has no batch with responses in the store: it was released, let go of beyond "
+                f"Iteration {iteration} has no batch with responses in the store: it was released, evicted beyond "
                 "lab.store.limit_bytes or limit_batches, or not made by this kernel. Raise the limit before a run, or "
-                "hold a batch in a cell. Shown is the newest."
+                "keep a batch in a variable. The newest is shown."
             )
         self.page, self.row, self.start = 0, None, 0
 

@@ -29,7 +29,7 @@ def _fitting(html: str, view: str, room: int) -> str:
     whole = as_images(html)
     if len(whole.encode()) <= room:
         return whole
-    left_out = f"{len(whole.encode()) // 1000} kB, too large to be saved. lab.panel({view!r}).still() is all of it."
+    left_out = f"{len(whole.encode()) // 1000} kB, too large to be saved. lab.panel({view!r}).still() shows all of it."
     tables = without_svgs(html, left_out)
     return tables if len(tables.encode()) <= room else f"<p>{escape(left_out)}</p>"
 

@@ -45,8 +45,8 @@ def form(algorithm: Any, stage: Any, lab: Any, *, editable: bool, running: bool 
     heads = "".join(f'<th scope="col" style="{_CELL};opacity:.75">{name}</th>' for name in _HEADS)
     ran = "It is running" if running else "It has run in this iteration"
     told = (
-        "&ldquo;This step&rdquo; holds for the next run of this stage alone, &ldquo;From now on&rdquo; for all that "
-        "follow. Enter presses the first button of the row."
+        "&ldquo;This step&rdquo; applies only to the next run of this stage, &ldquo;From now on&rdquo; to all later "
+        "runs. Enter presses the first button of the row."
         if editable
         else f"{ran}; its arguments can be changed when the next one begins."
     )
@@ -94,8 +94,8 @@ def _row(
 
 def _title(way: str, source: str) -> str:
     if way == "once":
-        return "for the next run of this stage alone"
-    return f"{source.partition(',')[0]}, for all that follows" if "." in source else "for all runs of this stage"
+        return "only for the next run of this stage"
+    return f"{source.partition(',')[0]}, for all later runs" if "." in source else "for all runs of this stage"
 
 
 def text_of(value: Any) -> str | None:
@@ -119,7 +119,7 @@ def value_of(text: str, what: str) -> Any:
         if NAME.fullmatch(text):
             return text
     raise BadInput(
-        f"{what}={shown(text)}", "must be data: a number, True, False, None, a name, or a list of such",
+        f"{what}={shown(text)}", "must be data: a number, True, False, None, a name, or a list of these",
         "give other values, such as functions, in a cell",
     )  # fmt: skip
 

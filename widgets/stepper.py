@@ -168,8 +168,8 @@ class Stepper(View):
         algorithm = self.algorithm
         if algorithm is None or algorithm.iteration:
             return f"iteration {self.iteration}"
-        last = f"; iteration {self.lab.iteration} is the last" if self.lab.iteration else ""
-        return f"{type(algorithm).__name__} has begun none here{last}"
+        last = f"; the last iteration is {self.lab.iteration}" if self.lab.iteration else ""
+        return f"{type(algorithm).__name__} has begun no iteration here{last}"
 
     def _nothing(self) -> str:
         """Why there is no graph."""
@@ -304,7 +304,7 @@ class Stepper(View):
         if not others:
             return ""
         arm = self.arm if self.arm in others else others[0]
-        told = "run what follows under both, from the same weights, and compare; afterwards all is as before"
+        told = "run the later stages with both, from the same weights, and compare; the present state stays unchanged"
         return (
             "<div>"
             + choice("against", "arm", others, arm)
@@ -344,7 +344,7 @@ class Stepper(View):
             for name in algorithm.graph().names[algorithm.graph().names.index(algorithm.next_stage) :]:
                 algorithm.step()
                 if self.driver.stopping:
-                    return f"stopped after {name}; Step goes on from there"
+                    return f"stopped after {name}; Step continues from there"
             return f"iteration {self.lab.iteration}: done"
 
         self.driver.start(f"an iteration of {type(algorithm).__name__}", steps)
@@ -370,7 +370,7 @@ class Stepper(View):
                     if not self.driver.stopping:
                         raise
                     made = ", ".join(algorithm.made) or "no stage"
-                    return f"stopped after {done} of {wanted} iterations; of the next one there is {made}"
+                    return f"stopped after {done} of {wanted} iterations; the next one has done {made}"
             return f"{iterations}: done"
 
         iterations = f"{wanted} iteration{'s' if wanted > 1 else ''}"

@@ -68,7 +68,7 @@ class Strip(View):
         folds = f'<details data-key="reward">{head}{numbers}</details>'
         parts += [_item(folds, f"{REWARD} of the last iterations")] if last else []
         held = self._fullest()
-        parts += [_item(f"memory {escape(held)}", "the fullest device, as it was read last")] if held else []
+        parts += [_item(f"memory {escape(held)}", "the fullest device, at the last reading")] if held else []
         sign = f"<b>! {escape('; '.join(warnings))}</b>" if warnings else "no warnings"
         return f'<div style="display:flex;flex-wrap:wrap">{"".join([*parts, _item(sign, "")])}</div>'
 

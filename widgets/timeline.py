@@ -195,7 +195,7 @@ class TimelineView(View):
         code = code_of_cell(number)
         return (
             f'<button type="button" data-cell="{number}">Go to cell [{number}]</button>'
-            f"<pre>{escape(code) or 'its code is not known'}</pre>"
+            f"<pre>{escape(code) or 'its code is unknown'}</pre>"
         )
 
     def _gap_details(self, picture: Timeline, pool: str, device: str, start_s: float, end_s: float, cause: int) -> str:
@@ -222,7 +222,7 @@ class TimelineView(View):
         """Choose the window."""
         known = [*WINDOWS, *(f"iteration {number}" for number, *_ in self._iterations())]
         if value not in known:
-            rule = f"there is {', '.join(known)}"
+            rule = f"the choices are {', '.join(known)}"
             raise BadInput(f"show={value!r}", rule, "lab.trace('trace.json') has all that was recorded, for Perfetto")
         self.window, self._range = value, None
 
@@ -230,7 +230,7 @@ class TimelineView(View):
         self.iterations, self._range = whole_number("N", value), None
         if self.iterations > MOST_ITERATIONS:
             self.iterations = MOST_ITERATIONS
-            rule = f"the last {MOST_ITERATIONS} can be drawn here"
+            rule = f"at most {MOST_ITERATIONS} iterations can be drawn here"
             raise BadInput(f"N={value}", rule, "lab.trace('trace.json') has all that was recorded, for Perfetto")
 
     def on_choose(self, **chosen: Any) -> None:

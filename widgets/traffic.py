@@ -93,7 +93,7 @@ class TrafficView(View):
             {
                 "strategy": row["strategy"] + (" (in use)" if row["in_use"] else ""),
                 "moved in a sync": bytes_text(row["moved_bytes"]),
-                "against the least": f"{row['moved_bytes'] / row['least_bytes']:.2f} times"
+                "relative to the least": f"{row['moved_bytes'] / row['least_bytes']:.2f} times"
                 if row["least_bytes"]
                 else "",
                 "received by a rank, at most": bytes_text(row["received_bytes"]),

@@ -50,71 +50,71 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
     doctor.add_argument("--deep", action="store_true", help="import each engine as well: ten to thirty seconds")
-    add("ls", _ls, "the workbenches that live on this machine")
+    add("ls", _ls, "list the workbenches that run on this machine")
     stop = add("stop", _stop, "end a workbench and its hosts", answers=False)
     stop.add_argument("name", metavar="NAME", nargs="?", default="")
-    stop.add_argument("--id", default="", help="instead of a name: the one opening that has this id")
+    stop.add_argument("--id", default="", help="instead of a name: the id of one opening")
     trace = add("trace", _trace, "write a run as a Chrome trace, for Perfetto", answers=False)
-    trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a workbench that lives, or the folder of any run")
+    trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a running workbench, or the folder of any run")
     trace.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
-    reshard = add("reshard", _reshard, "what moves between a training and a generation layout, in bytes")
+    reshard = add("reshard", _reshard, "count the bytes that move between a training and a generation layout")
     reshard.add_argument("--train", metavar="P-T-D", required=True, help="pipeline, tensor and data parallel sizes")
     reshard.add_argument("--generate", metavar="PG-TG", required=True, help="pipeline and tensor parallel sizes")
     reshard.add_argument("--strategy", default="hybridflow", help="hybridflow (default), v or full")
     reshard.add_argument(
         "--model", metavar="NAME_OR_CONFIG", required=True, help="a size, model, folder or config file"
     )
-    reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
-    mapping = add("map", _map, "which placement is best on a cluster: a search over all of them, nothing is started")
+    reshard.add_argument("--dtype", help="dtype of the weights; default: the config's, else float32")
+    mapping = add("map", _map, "search the best placement on a cluster; no process is started")
     mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")
     models = "comma-separated; a size (llama-7b, 13b, 34b, 70b), a model's name, its folder or a config file"
     mapping.add_argument("--models", metavar="ROLE=MODEL", required=True, help=models)
     mapping.add_argument("--gpus", metavar="N", type=int, required=True, help="devices of the cluster")
     mapping.add_argument("--hardware", default="a100-80g", help="a100-80g (default), h100, h200 or 'this machine'")
-    mapping.add_argument("--prompt", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
+    mapping.add_argument("--prompt", metavar="TOKENS", type=int, default=1024, help="of a prompt; default: 1024")
     mapping.add_argument(
-        "--response", metavar="TOKENS", default="1024", help="or a comma-separated sample; default: 1024"
+        "--response", metavar="TOKENS", default="1024", help="of a response, or a comma-separated sample; default: 1024"
     )
-    mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="an iteration; default: 1024")
-    mapping.add_argument("--dtype", default="bfloat16", help="of products: bfloat16 (default) or float32")
-    mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps an epoch; default: 8")
+    mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="per iteration; default: 1024")
+    mapping.add_argument("--dtype", default="bfloat16", help="dtype of products: bfloat16 (default) or float32")
+    mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps per epoch; default: 8")
     placements = ("auto", "colocate", "split", "standalone")
-    mapping.add_argument("--placement", choices=placements, default="auto", help="default: auto, all")
-    mapping.add_argument("--dependencies", action="store_true", help="count waiting for calls of the same stage, too")
-    mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
-    mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
-    evaluate = add("evaluate", _evaluate, "a checkpoint's policy on data: mean reward, pass@k, lengths")
-    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
+    mapping.add_argument("--placement", choices=placements, default="auto", help="default: auto, which tries all")
+    mapping.add_argument("--dependencies", action="store_true", help="also count waiting for calls of the same stage")
+    mapping.add_argument("--granularity", metavar="N", type=int, help="allocate devices in multiples of N")
+    mapping.add_argument("--top", metavar="N", type=int, default=5, help="number of plans to show; default: 5")
+    evaluate = add("evaluate", _evaluate, "evaluate a checkpoint's policy on data: mean reward, pass@k, lengths")
+    serve = add("serve", _serve, "serve a checkpoint's policy on the loopback by OpenAI's API, until Ctrl-C")
     trust = add("trust", _trust, "sign a checkpoint of another user or machine: its code may run", answers=False)
     for sub in (evaluate, serve, trust):
         sub.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
     evaluate.add_argument("data", metavar="DATA", nargs="*", help="names, files or hub ids; default: its own prompts")
-    evaluate.add_argument("--n", metavar="N", type=int, help="the first N prompts of each; default: all")
-    evaluate.add_argument("--samples", metavar="N", type=int, default=4, help="responses a prompt; default: 4")
-    evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
-    evaluate.add_argument("--reward", metavar="VERIFIER", help="of wb.verifiers; default: the checkpoint's own")
-    evaluate.add_argument("--threshold", type=float, default=1.0, help="the reward from which on it passes; default: 1")
-    evaluate.add_argument("--output", metavar="FOLDER", help="where a run folder is kept; default: none is")
-    evaluate.add_argument("--rows", metavar="FILE", help="write a row a response to this .jsonl file, too")
+    evaluate.add_argument("--n", metavar="N", type=int, help="only the first N prompts of each; default: all")
+    evaluate.add_argument("--samples", metavar="N", type=int, default=4, help="responses per prompt; default: 4")
+    evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="seed of sampling; default: 0")
+    evaluate.add_argument("--reward", metavar="VERIFIER", help="a name in wb.verifiers; default: the checkpoint's")
+    evaluate.add_argument("--threshold", type=float, default=1.0, help="the least reward that passes; default: 1")
+    evaluate.add_argument("--output", metavar="FOLDER", help="keep the run folder here; default: it is deleted")
+    evaluate.add_argument("--rows", metavar="FILE", help="also write a row per response to this .jsonl file")
     for sub, most in ((evaluate, 64), (serve, 256)):
-        sub.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
-        sub.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
-        sub.add_argument("--max-new-tokens", metavar="N", type=int, default=most, help=f"at most; default: {most}")
+        sub.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy; default: 1")
+        sub.add_argument("--top-p", type=float, default=1.0, help="top-p of sampling; default: 1")
+        sub.add_argument("--max-new-tokens", metavar="N", type=int, default=most, help=f"default: {most}")
         sub.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")
     export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
     order = export.add_mutually_exclusive_group()
-    order.add_argument("--as-written", dest="order", action="store_const", const="written", help="the page (default)")
-    order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
+    order.add_argument("--as-written", dest="order", action="store_const", const="written", help="page order (default)")
+    order.add_argument("--as-run", dest="order", action="store_const", const="run", help="order of the run")
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    export.add_argument("--parameters", metavar="NAME", **several, default=[], help="more names to make options of")
+    export.add_argument("--parameters", metavar="NAME", **several, default=[], help="more names that become options")
     export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
     export.add_argument("--moves", choices=("opening", "steps"), default="opening", help="see docs/export.md")
-    export.add_argument("--run", metavar="FOLDER", **several, help="run folders with the record; default: looked for")
+    export.add_argument("--run", metavar="FOLDER", **several, help="run folders with the record; default: searched")
     export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")
     export.add_argument("--set", metavar="NAME=VALUE", **several, default=[], help="for --check: values of parameters")
-    export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
+    export.add_argument("--backend", choices=("ray", "inline"), help="for --check: backend of both")
     return top
 
 
@@ -130,7 +130,7 @@ def _ls(arguments: argparse.Namespace) -> None:
     from workbench.launch.listing import ls
 
     rows = ls()
-    text = _table([_short(row) for row in rows]) if rows else "no workbench lives on this machine"
+    text = _table([_short(row) for row in rows]) if rows else "no workbench runs on this machine"
     print(json.dumps(rows, indent=2, default=str) if arguments.json else text)
 
 
@@ -140,7 +140,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": row["name"],
         "alive": row["alive"],
-        "holds": ", ".join(f"{role}: {model}" for role, model in row["roles"].items()) or "not known here",
+        "holds": ", ".join(f"{role}: {model}" for role, model in row["roles"].items()) or "unknown here",
         "memory": "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f} GiB",
         "iteration": row["iteration"],
         "idle": "" if idle_s is None else f"{idle_s / 60:.0f} min",
@@ -154,7 +154,7 @@ def _stop(arguments: argparse.Namespace) -> None:
     from workbench.launch import opening
 
     if bool(arguments.name) == bool(arguments.id):
-        raise BadInput("wb stop", "takes a NAME, or --id ID", "see `wb ls`")
+        raise BadInput("wb stop", "it needs either a NAME or --id ID", "see `wb ls`")
     name = arguments.name or registry.with_id(arguments.id).name
     opening.stop(name)
     print(f"stopped {name}")
@@ -168,9 +168,9 @@ def _trace(arguments: argparse.Namespace) -> None:
     folder = path_of(living[0] if living else arguments.run, "NAME_OR_RUN_FOLDER")
     if not folder.is_dir() or TelemetryStore(folder).spans().empty:
         raise BadInput(
-            f"{folder} holds no spans",
-            "a run folder has them in spans.jsonl as soon as a stage has run",
-            "give the name of a workbench that lives (`wb ls`), or the folder of a run: runs/NAME/DATE",
+            f"{folder} has no spans",
+            "a run folder has them in spans.jsonl after the first stage",
+            "give the name of a running workbench (`wb ls`), or the folder of a run: runs/NAME/DATE",
         )
     print(TelemetryStore(folder).chrome_trace(arguments.output))
 
@@ -183,7 +183,7 @@ def _reshard(arguments: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     groups = found["groups"]
-    print(f"model {found['model_bytes']:,} bytes, of which the ranks of a replica share out {found['sharded_bytes']:,}")
+    print(f"model {found['model_bytes']:,} bytes, {found['sharded_bytes']:,} of them sharded over a replica's ranks")
     print(f"generation tensor groups {groups['generation_tensor']}")
     print(f"micro data-parallel groups {groups['micro_data']}")
     print(_table([{key: f"{value:,}" for key, value in row.items()} for row in found["per_rank"]]))
@@ -212,7 +212,7 @@ def _lengths(text: str) -> int | tuple[int, ...]:
     try:
         found = tuple(map(int, text.split(",")))
     except ValueError:
-        rule = "a length in tokens, or several, comma-separated"
+        rule = "it must be a length in tokens, or several, separated by commas"
         raise BadInput(f"--response {text}", rule, "write --response 256,512,2048") from None
     return found if len(found) > 1 else found[0]
 
@@ -254,7 +254,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     if not arguments.check and (arguments.set or arguments.backend):
         option = "--set" if arguments.set else "--backend"
-        raise BadInput(f"{option} without --check", f"{option} belongs to --check", "add --check, or leave it out")
+        raise BadInput(f"{option} without --check", f"{option} is only for --check", "add --check, or leave it out")
     if arguments.check and arguments.order == "run":
         rule = "--check runs the notebook in the order of the page"
         raise BadInput("--as-run --check", rule, "leave out --check; or put the cells in order, and leave out --as-run")
@@ -263,7 +263,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if output.suffix != ".py":
         raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
     if arguments.output is None and output.exists():
-        raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
+        raise BadInput(f"{output} exists", "only a file that -o names is overwritten", f"write -o {output}")
     page = read_notebook(notebook)
     if arguments.check:
         from workbench.export.proof import prove, settings_of  # pandas
@@ -282,7 +282,7 @@ def _export(arguments: argparse.Namespace) -> int:
     unknown = sorted(set(given) - set(script.parameters))
     if unknown:
         rule = f"the script's parameters are {', '.join(script.parameters) or 'none'}"
-        raise BadInput(f"--set {unknown[0]}", rule, "name one of them; tag their cell `parameters`")
+        raise BadInput(f"--set {unknown[0]}", rule, "use one of them; tag a parameter's cell `parameters`")
     forced = {"backend": arguments.backend} if arguments.backend else {}
     proof = prove(notebook, script.text, {**page.small_settings(), **given}, forced)
     answer |= {"equal": proof.ok, "tolerance": proof.tolerance, "calls": proof.table.to_dict("records")}
@@ -297,7 +297,7 @@ def _trust(arguments: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(arguments.checkpoint)
     print(plain_text(checkpoint.described(), 4000))
     checkpoint.trust()
-    print("its files are those that its manifest names; it is trusted now: wb.restore runs the code that it holds")
+    print("its files match its manifest; it is trusted now: wb.restore will run code that it holds")
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -170,7 +170,7 @@ class Workbench:
         "The metrics of this iteration, by stage.",
     )
     looks = _field(
-        bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look."
+        bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only read."
     )
     checkpoint = _field(Checkpoint | None, lambda self: self.position.checkpoint, "The checkpoint it continued from.")
     calibration = _field(Calibration | None, lambda self: self._predictor.calibration, "The result of `calibrate`.")
@@ -235,7 +235,7 @@ class Workbench:
         self.scheduler.close()
         self.ownership.notice_takeover()
         if not self.ownership.drives:
-            print(f"left {self.name}, which another kernel drives")
+            print(f"detached from {self.name}, which another kernel drives")
             return
         self.hosts.backend.close()
         if not self.hosts.inline:
@@ -381,7 +381,7 @@ class Workbench:
         it is in its cell. Raises `MissingDependency` as `panel` does."""
         return self.panel("strip")
 
-    @stoppable("lab.export()", ("the script is written as a whole, or not at all", "the same call again writes it"))
+    @stoppable("lab.export()", ("the script is written completely, or not at all", "call again to write it"))
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
         """Write this notebook as a script: `lab.export("script.py")`; `.told` has notes for the script's reader.
 
@@ -413,8 +413,8 @@ def _recorded(lab: Workbench) -> list[Path]:
     """Return the run folders in which this process records its cells. Raises `BadInput` after record=False."""
     if not lab.description.record:
         raise BadInput(
-            f"{lab.name!r} was opened with record=False", "what its cells did was not recorded",
-            "`wb export NOTEBOOK` writes the page as it stands",
+            f"{lab.name!r} was opened with record=False", "its cells were not recorded",
+            "`wb export NOTEBOOK` writes the cells of the page",
         )  # fmt: skip
     runs = {lab.run_folder, *(other.run_folder for other in registry.opened.values())}
     return sorted((run for run in runs if (run / "events.jsonl").is_file()), key=lambda run: run.name)

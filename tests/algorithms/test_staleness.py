@@ -236,7 +236,7 @@ def test_a_priority_is_asked_for_again_after_a_restore(opened: Opened, tmp_path:
         lab.buffer.priority = None
     with wb.restore(saved.folder, runs=tmp_path, name="again") as again:
         later = MAKERS["GRPO"](again)
-        with pytest.raises(BadInput, match=r"lab\.buffer\.priority = .*newest.*run the cell that assigns it again"):
+        with pytest.raises(BadInput, match=r"lab\.buffer\.priority = .*newest.*run again the cell that assigns it"):
             later.iterate()
         assert len(again.buffer) == 2
         again.buffer.priority = newest

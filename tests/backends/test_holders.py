@@ -58,7 +58,7 @@ def test_a_process_that_holds_memory_is_named_with_its_user_and_start() -> None:
     assert f"of another user or outside of this container, {bytes_text(1_000 * MIB)} of GPU memory" in text
     assert "wb.open(..., wait_s=600)" in text
     assert f"process {here.pid} " not in str(taken(FULL, [gpu], mine=[here.pid]))
-    assert "a process that cannot be seen from here" in str(taken(FULL, []))
+    assert "a process that is not visible here" in str(taken(FULL, []))
 
 
 def test_a_workbench_whose_host_holds_memory_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_workbench_whose_host_holds_memory_is_named_once(tmp_path: Path, monke
         assert text.count("workbench 'big'") == 1
         assert f"of {getpass.getuser()}, 1 device(s), {bytes_text(40_000 * MIB)} of GPU memory, " in text
         assert f"process {os.getpid()} on {socket.gethostname()}, since " in text
-        assert "driven by nobody" in text
+        assert "without a driver" in text
         assert "stop it with `wb stop big`; or use it with wb.attach('big')" in text
     assert [found.name for found in on_cluster(None, "cpu")] == ["big"]
     assert on_cluster(None, "cuda") == on_cluster("10.0.0.1:6379", "cpu") == []

@@ -130,7 +130,7 @@ def test_nothing_goes_on_from_half_a_step(
         monkeypatch.setattr(host.workers["actor"].engine, "step", pressed)
         with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="half updated"):
             lab.actor.update_actor(batch)
-        with expect_error(HostDied, value="was lost in run", remedy=r"lab.recover\(\)"):
+        with expect_error(HostDied, value="was lost during run", remedy=r"lab.recover\(\)"):
             lab.actor.update_actor(batch)
         lab.recover()
         assert lab.actor.weight_digests() == before
@@ -263,7 +263,7 @@ def test_the_iteration_of_an_update_that_failed(
     monkeypatch.setattr(engine, "step", failing)
     with expect_error(StageError, value="broken"):
         algorithm.run(1)
-    with expect_error(BadInput, value="update_actor is between two of its steps", remedy=r"restart\(\)"):
+    with expect_error(BadInput, value="update_actor stopped or failed between two of its steps", remedy=r"restart\(\)"):
         lab.save(tmp_path / "under way")
     monkeypatch.setattr(engine, "step", step)
     drawn = lab.prompts.drawn

@@ -135,7 +135,7 @@ def test_an_unreadable_record_hides_no_other(tmp_path: Path) -> None:
     broken = record.folder.parent / "broken"
     broken.mkdir()
     (broken / "lab.json").write_text('{"name": "bro')
-    with pytest.warns(UserWarning, match="left out: .*broken/lab.json"):
+    with pytest.warns(UserWarning, match="skipped: .*broken/lab.json"):
         assert registry.records() == [record]
     assert registry.records() == [record]  # told once
 
@@ -147,7 +147,7 @@ def test_a_record_that_is_refused_is_told_once(tmp_path: Path) -> None:
         path.unlink(missing_ok=True)
         path.mkdir()
     for found in (registry.records, running_head, lambda: list(registry.journal(record.id))):
-        with pytest.warns(UserWarning, match="left out: .*cannot be read: Is a directory"):
+        with pytest.warns(UserWarning, match="skipped: .*cannot be read: Is a directory"):
             assert not found()
         assert not found()
 

@@ -90,7 +90,7 @@ def test_what_a_kernel_leaves_that_is_restarted_ends_or_dies(open_notebook: Call
     page.keyboard.press("0")
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     for one in (strip, panel):
-        one.get_by_text("Disconnected: no sign of the kernel").wait_for()
+        one.get_by_text("Disconnected: the kernel does not answer").wait_for()
         assert "run the notebook's cells again" in one.locator(".wb-gone").inner_text()
         assert one.locator(":scope > .wb-status").evaluate("(one) => getComputedStyle(one).filter") == "grayscale(1)"
     assert strip.get_by_text("connected", exact=True).is_hidden()
@@ -109,7 +109,7 @@ def test_what_a_kernel_leaves_that_is_restarted_ends_or_dies(open_notebook: Call
     save_until(notebook, "saved, iteration 2, ")
     notebook.start(5)
     panel.locator(".wb-gone").wait_for(state="visible")
-    assert "no sign of the kernel" in panel.locator(".wb-gone").inner_text()
+    assert "the kernel does not answer" in panel.locator(".wb-gone").inner_text()
     page.get_by_role("button", name="Ok").click()
     panel.scroll_into_view_if_needed()
     notebook.picture("panel_gone")

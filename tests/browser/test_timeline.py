@@ -221,7 +221,7 @@ def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
     found = panel.locator(".wb-tl-match")
     drawn.until(lambda: found.count() > 0, "spans are found")
     assert 2 <= found.count() < bars.count()
-    assert drawn.told == f"{found.count()} of the spans that are drawn are found"
+    assert drawn.told == f"{found.count()} of the drawn spans match"
     notebook.picture("timeline_found")
     marks = [drawn["marked"]]
     for _ in range(2):

@@ -102,7 +102,7 @@ def test_the_same_numbers_on_two_ranks_and_none_where_a_model_is_cut(
         table = two.put(batch.take(range(4)).fetch(), meta=batch.meta)
         pd.testing.assert_frame_equal(lab.mismatch(batch.take(range(4))).tokens, two.mismatch(table).tokens)
         two.actor.relayout((1, 2, 1))
-        with expect_error(BadInput, value="a model that is cut over ranks"):
+        with expect_error(BadInput, value="a model that is sharded over ranks"):
             two.mismatch(table)
 
 

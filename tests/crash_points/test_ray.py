@@ -97,7 +97,7 @@ class OnRay:
             kernel.run("lab = wb.attach('points')\nppo = algorithm(lab)")
             error, _ = kernel.try_to("lab.actor.weights_checksum()")
             if error:
-                assert error.startswith("HostDied: ") and "a recovery that did not come to its end" in error, error
+                assert error.startswith("HostDied: ") and "a recovery that did not finish" in error, error
             kernel.run(f"lab.recover({self.one!r})")
         same(self.driver.run(REST.format(2)), self.second)
         self._go_back()

@@ -108,10 +108,10 @@ def test_each_other_limit_is_named(lab: wb.Workbench) -> None:
 def test_where_no_turn_is_answered_the_call_says_so(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = lab.prompts.next(2)
     lab.actor.generate_sequences(prompts, environment=Caller, max_new_tokens=3, logit_bias={EQUALS: float("-inf")})
-    said = "environment Caller answered nothing on rank 0: all 2 conversations were cut in their first turn"
+    said = "environment Caller was asked for no reply on rank 0: all 2 conversations were cut in their first turn"
     assert said in capsys.readouterr().err
     lab.actor.generate_sequences(prompts, environment=Caller, **SAMPLING)
-    assert "answered nothing" not in capsys.readouterr().err
+    assert "was asked for no reply" not in capsys.readouterr().err
 
 
 def test_another_response_has_no_columns_of_the_turns_before_it(lab: wb.Workbench) -> None:

@@ -113,7 +113,7 @@ def test_the_placement_shows_it(lab: wb.Workbench) -> None:
 
 
 def test_wrong_pools(lab: wb.Workbench, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="environments have processes of their own"):
+    with pytest.raises(BadInput, match="environments need their own processes"):
         wb.Placement.of({"shared": (1, ["actor", "environment"])})
     with pytest.raises(BadInput, match="without pools of devices"):
         wb.Placement.of({"environments": (2, ["environment"])})

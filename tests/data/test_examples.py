@@ -160,7 +160,7 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
     assert [text(ids) for ids in pair.answer_ids] == written
     mask = rows.table(rows.training)["response_mask"]
     assert isinstance(mask, Ragged) and mask.rows()[1].tolist() == rows.training[1].learned
-    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="leaves out 'add'", remedy="the content"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="drops 'add'", remedy="the content"):
         examples([{"messages": [USER, call]}], "demonstrations")
 
 
@@ -276,7 +276,7 @@ def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
     for row in Examples(source, "demonstrations", tokenizer=tokenizer).training:
         assert text(row.answer_ids[0]) == f"{behind}<|eos|>"
     with expect_error(
-        BadInput, value="^row 2 of a list: the answer .*'4'", rule="inside of <think>, and the answer has none"
+        BadInput, value="^row 2 of a list: the answer .*'4'", rule="inside <think>, but the answer has no reasoning"
     ):
         Examples([*source, {"prompt": "a", "response": "4"}], "demonstrations", tokenizer=tokenizer)
 

@@ -189,7 +189,7 @@ def test_a_restored_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     with wb.restore(saved.folder, runs=tmp_path) as lab:
         pd.testing.assert_frame_equal(lab.prompts.ledger(), ledger)
         assert lab.prompts.threshold == 0.5
-        with expect_error(BadInput, rule=r"lab\.prompts\.order = hardest", remedy="run the cell that assigns it again"):
+        with expect_error(BadInput, rule=r"lab\.prompts\.order = hardest", remedy="run again the cell that assigns it"):
             lab.prompts.next(4)
         lab.prompts.order = hardest
         again = grpo(lab).run(3)

@@ -384,7 +384,7 @@ def test_tools_are_shown_by_the_template_or_as_hermes_models_are_shown_them(lab:
     batch = lab.actor.generate_sequences(lab.prompts.next(1), environment=tools, max_new_tokens=8)
     assert batch.df()["prompt_text"][0].count("<|user|>") == 3
     assert batch.fetch(["prompt_ids"])["prompt_ids"].values.tolist().count(4) == 1  # the template's
-    with expect_error(RolloutError, rule="shows none"):
+    with expect_error(RolloutError, rule="does not show tools"):
         lab.actor.generate_sequences(lab.prompts.next(1), environment=wb.Tools([total], tool_format=SUMS))
 
 

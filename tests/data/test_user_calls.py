@@ -171,7 +171,7 @@ def test_a_process_that_ends_or_crashes_costs_its_row_and_names_it(calls: UserCa
     assert failed_rows(calls, ends, n=7) == {
         1: "crashed its process with SIGSEGV",
         2: "ended its process with exit code 3",
-        3: "crashed its process with SIGKILL (the system kills a process where memory runs out)",
+        3: "crashed its process with SIGKILL (the system kills a process when memory runs out)",
         4: "raised SystemExit: 1",
     }
     with expect_error(RewardError, value="ended its process with exit code 3 for row 10 on rank 1 .*'p0'"):
@@ -315,7 +315,7 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(calls: UserCalls) -> Non
         wb.limits(memory=2**30)  # type: ignore[call-arg]
     with expect_error(BadInput, value="wb.limits"):
         wb.limits(locked)  # type: ignore[arg-type, call-arg]
-    with expect_error(BadInput, rule="takes no attributes"):
+    with expect_error(BadInput, rule="attributes of it cannot be set"):
         wb.limits(own_process=True)(len)
 
 
@@ -448,7 +448,7 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
         def __reduce__(self) -> Any:
             return exec, ("raise ImportError('only in the host')",)
 
-    with expect_error(RewardError, value="could not be given its row: ImportError: only in the host for row 10"):
+    with expect_error(RewardError, value="could not get its row: ImportError: only in the host for row 10"):
         give(Here())
     with expect_error(BadInput, value="column 'task' of a row for score cannot be sent to its process: cannot pickle"):
         give(threading.Lock())

@@ -55,7 +55,7 @@ def test_a_span_that_the_range_cuts_counts_by_its_share() -> None:
     assert ("critic", "update_critic", "compute", "") not in by_key(sums, "spans")
     assert sums.title == "from 5.000 s to 8.000 s, 3.0 s on 2 devices: busy 100 %"
     for wrong in ((3.0, 3.0), (20.0, 30.0), (5.0, 1.0)):
-        with expect_error(BadInput, rule="there must be time between"):
+        with expect_error(BadInput, rule="the end must be after the start"):
             timeline(STAGE).sums(*wrong)
 
 

@@ -119,7 +119,7 @@ def test_the_window_cuts_bars_and_drops_what_lies_outside():
     assert max(right) == extent(titled(picture, "compute_values"))[1]
     assert picture.summary[0]["busy_s"] == pytest.approx(3.5)
     assert picture.summary[0]["idle_s"] == pytest.approx(1.0)
-    with expect_error(BadInput, rule="start must not lie after the end"):
+    with expect_error(BadInput, rule="start must not be after the end"):
         timeline(STAGE, start=1010.0, end=1009.0)
 
 

@@ -91,7 +91,7 @@ def test_a_process_has_one_size_of_tensor_groups(monkeypatch: pytest.MonkeyPatch
     for size in (1, 2, 2):
         DeepSpeedEngine._require_tensor_ranks(size)
     for size in (1, 4):
-        with pytest.raises(BadInput, match=f"t={size} in a process that has had one with t=2.*pool of another name"):
+        with pytest.raises(BadInput, match=f"t={size} in a process that has had one with t=2.*give the pool another"):
             DeepSpeedEngine._require_tensor_ranks(size)
 
 

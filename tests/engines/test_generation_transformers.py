@@ -156,5 +156,5 @@ def test_rows_so_long_that_they_would_change_the_positions_of_others_are_refused
         check_model_length(config, Generation(max_model_tokens=65))
     check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
     if rope_type == "dynamic":
-        with expect_error(BadInput, rule="vLLM scales all rows"):
+        with expect_error(BadInput, rule="vLLM scales the positions of all rows"):
             check_model_length(config, Generation(engine="vllm", max_model_tokens=64))

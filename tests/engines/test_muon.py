@@ -72,7 +72,7 @@ def test_a_checkpoint_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         assert lab.actor.weight_digests() == expected
         with expect_error(BadInput, rule="fixed when the role's engine is made"):
             lab.actor.training.optimizer = "adamw"
-    with expect_error(BadInput, remedy="trained as it was"):
+    with expect_error(BadInput, remedy="with the same parts trained"):
         tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY}, resume=tmp_path / "one")
 
 

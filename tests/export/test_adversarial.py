@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "a cell of another language": (["%%bash\nls"], "cell 1: %%bash", "skip-export"),
     "a magic without a meaning": (["%store x"], "cell 1: %store x", "skip-export"),
     "an install": (["%pip install trl"], "cell 1: %pip install trl", "installed"),
-    "a syntax error": (["x = 1", "def f(:\n  pass"], "cell 2, line 1", "mend"),
+    "a syntax error": (["x = 1", "def f(:\n  pass"], "cell 2, line 1", "fix"),
     "input": (["name = input('who? ')", "print(name)"], "cell 1: input('who? ')", "parameter"),
     "a deleted cell": (["print(model)"], "cell 1 needs 'model'", "was deleted"),
     "a name made further down": (["print(model)", "model = 3"], "cell 1 needs 'model'", "further down"),
@@ -154,8 +154,8 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "In and Out": (["1 + 1", "print(Out[1])"], "cell 2 needs 'Out'", "name"),
     "the notebook itself": (["shell = get_ipython()\nshell.foo()"], "cell 1: get_ipython()", "notebook"),
     "variables by name": (["a = 1", "print(globals()['a'])"], "cell 2: globals()", "main"),
-    "nothing at all": ([], "without code", "do"),
-    "blank cells": (["", "  \n"], "without code", "do"),
+    "nothing at all": ([], "without code", "needs code"),
+    "blank cells": (["", "  \n"], "without code", "needs code"),
     "only skipped cells": ([("print(1)", "skip-export")], "without code", "skip-export"),
     "a builtin that is a variable later": (["print(len('ab'))", "len = 3\nos.putenv('A', str(len))"],
         "cell 1 reads the builtin 'len'", "rename"),
@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
         "def f():\n    n = 5\n    def g():\n        global n\n        n = 7\n    g()", "f()\nprint(n)"],
         "cell 2: global n", "rename"),
     "a star import over a variable": (["quote = 3\nprint(quote)", "from shlex import *", "print(quote('a b'))"],
-        "cell 2: from shlex import *", "may bring a name"),
+        "cell 2: from shlex import *", "it may import a name"),
     "a function that reads what no cell makes": (["def f():\n    return lab", "f()"], "cell 1 needs 'lab'", "deleted"),
 }  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_a_script_without_options_says_which_it_could_have() -> None:
     hint = "This script has no options of its own. MODEL, rate (cell 2) become"
     assert [told for told in script.told if told.startswith(hint) and told.endswith("`--parameters MODEL rate`")]
     head = " ".join(line.lstrip("# ") for line in script.text.split("import workbench")[0].splitlines())
-    assert "This script has no options of its own. MODEL, rate become options where their cell in the" in head
+    assert "This script has no options of its own. MODEL, rate become options if their cell in the" in head
     formatted = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "100", "--check", "-"]
     subprocess.run(formatted, input=script.text, text=True, check=True)
     tagged = script_of(page((texts[0], "parameters"), *texts[1:], use))
@@ -145,9 +145,9 @@ def test_what_is_timed_is_left_out_and_told() -> None:
     text = "text = '''\n%timeit not a line of it\n'''\nlab.report(text, {})"
     script = script_of(page(IMPORT, OPEN, timed, "%%timeit -r 2\nlab.memory()", text, ("%timeit 3", "skip-export")))
     assert [told for told in script.told if "left out" in told] == [
-        "cell 3: `%timeit -n 3 lab.memory()` is left out, with what it runs",
-        "cell 3: `%timeit sum([1])` is left out, with what it runs",
-        "cell 4: `%%timeit -r 2` is left out, with what it runs",
+        "cell 3: `%timeit -n 3 lab.memory()` is left out, with the code that it runs",
+        "cell 3: `%timeit sum([1])` is left out, with the code that it runs",
+        "cell 4: `%%timeit -r 2` is left out, with the code that it runs",
     ]
     assert "timeit -" not in script.text
 
@@ -317,7 +317,7 @@ NOT_ENDED: list[tuple[str, Any, list[Any], list[Any], str, str]] = [
     ("if a:\n    lab.move(p)\n    look(b)", (3, 4), [("move", 0, (2, 4))], [], "", "it had called move 1 time"),
     ("for n in range(9):\n    f(n)", (2, 4), [], [], "", "`for n in range(9):` is not in the script; it had called no"),
     ("a = 1\nupdate(b)", (2, 0), [], [(2, 0)], "a = 1", ""),  # the one call that failed
-    ("mine(lab)", None, [], [(1, 0)], "", "what it did is not known; it had called update_actor 1 time"),
+    ("mine(lab)", None, [], [(1, 0)], "", "its effect is unknown; it had called update_actor 1 time"),
     ("no Python +", None, [], [], "", ""),
 ]  # fmt: skip
 
@@ -348,11 +348,11 @@ def test_of_a_run_that_was_interrupted_there_are_iterations_and_stages() -> None
     found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
     assert (
         found
-        == """# interrupted: this is what it made
+        == """# interrupted: this is what it did
 ppo.run(2)
 for _ in range(2):
     ppo.step()  # prompts, generate_sequences"""
     )
     call.finished_later = True
     found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
-    assert found == "# interrupted: this is what it made; the next run finishes its last iteration\nppo.run(2)"
+    assert found == "# interrupted: this is what it did; the next run finishes its last iteration\nppo.run(2)"

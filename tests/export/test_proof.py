@@ -152,8 +152,8 @@ def test_a_variable_in_main_is_no_option(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--set", "NN=3"], "--set without --check. --set belongs to --check"),
-        (["--backend", "inline"], "--backend without --check. --backend belongs to --check"),
+        (["--set", "NN=3"], "--set without --check. --set is only for --check"),
+        (["--backend", "inline"], "--backend without --check. --backend is only for --check"),
         (["--as-run", "--check"], "--as-run --check. --check runs the notebook in the order of the page"),
     ],
 )

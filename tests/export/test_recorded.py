@@ -147,7 +147,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     told = "\n".join(doubts(*_read(page, folder)))
     for line in (
         f"cell 5 (In [{counts['generate']}]) was edited after it was run",
-        "cell 7 is on the page, and was not run",
+        "cell 7 is on the page, but was not run",
         f"cell 4 (In [{counts['next']}]) was run 3 times",
         "is no longer on the page: lab.report",
         "was run before cell 3",
@@ -248,7 +248,7 @@ def test_what_a_panel_ran_and_what_was_interrupted_is_in_the_script(kernel: Kern
 
 WRONG = "import workbench as wb\nn = 2\nlab = wb.open(lr=1e-5)\nm = 3"
 OPENED = "import workbench as wb\nlab = wb.open('a')\n"
-FAILED = "cell 1 (In [1]) failed at `lab = wb.open(lr=1e-5)`, which is not in the script, nor what comes after it"
+FAILED = "cell 1 (In [1]) failed at `lab = wb.open(lr=1e-5)`, which is not in the script, and neither is the rest"
 
 
 @pytest.mark.parametrize(
@@ -326,9 +326,9 @@ def test_the_numbers_of_the_page_tell_what_they_can() -> None:
     cells = (Cell(1, "a = 1", count=5), Cell(2, "b = a", count=2), Cell(3, "c = b"), Cell(4, "d = 1", count=6))
     told = doubts(Notebook("x", cells), None)
     assert told == [
-        "cell 3 is on the page, and was not run",
-        "cell 2 (In [2]) was run before cell 1 (In [5]), which stands above it",
-        "cell 2 (In [2]) is stale: cell 1 (In [5]) has made 'a' anew since",
+        "cell 3 is on the page, but was not run",
+        "cell 2 (In [2]) was run before cell 1 (In [5]), which is above it",
+        "cell 2 (In [2]) is stale: cell 1 (In [5]) has assigned 'a' again after it",
     ]
     assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), None) == []
     with expect_error(BadInput, value="without a record"):
@@ -345,7 +345,7 @@ def test_of_a_cell_that_a_script_does_without_nothing_is_said() -> None:
     made, missing = {n: Made(stages=[((2, 0), "update_actor")] * 2) for n in (1, 2)}, list[str]()
     order = as_run(Notebook("x", cells), Record(runs, {}, made=made), missing)
     assert [cell.text for cell in order if cell.exported] == ["n = 1"]
-    assert missing == ["a deleted cell (In [3]) ended with an error: what it did is not known; it had called "
+    assert missing == ["a deleted cell (In [3]) ended with an error: its effect is unknown; it had called "
                        "update_actor 2 times"]  # fmt: skip
 
 

@@ -270,9 +270,9 @@ def test_rows_that_are_asked_again_have_the_components_of_the_others(
         ({"format": (noted, 0.2)}, "components format"), (noted, "no components"),
         ({"right": noted, "format": noted, "style": noted}, "components format, right, style"),
     ):  # fmt: skip
-        with pytest.raises(BadInput, match=f"only= with {said}, of a batch with components format, right"):
+        with pytest.raises(BadInput, match=f"only= with {said}, in a batch with components format, right"):
             lab.reward.compute_reward(scored, function=function, only=scored.failed())
-    with expect_error(BadInput, value="only= with components right, of a batch with no components"):
+    with expect_error(BadInput, value="only= with components right, in a batch with no components"):
         lab.reward.compute_reward(lab.reward.compute_reward(rollouts), function={"right": noted}, only=[4])
     costs = lab.reward.compute_reward(rollouts, function={"right": right})
     again = lab.reward.compute_reward(costs, function=number_of)

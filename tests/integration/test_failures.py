@@ -55,5 +55,5 @@ def test_ranks_that_wait_for_a_failed_one_are_given_up(lab: wb.Workbench, monkey
     monkeypatch.setattr(stage, "GRACE_S", 2.0)
     with pytest.raises(StageError, match=r"failed on rank 0: FloatingPointError.*lab\.recover"):
         lab.actor.meet(lab.prompts.next(2))
-    with pytest.raises(HostDied, match="its ranks no longer agree"):
+    with pytest.raises(HostDied, match="its ranks no longer have the same state"):
         lab.prompts.next(2)

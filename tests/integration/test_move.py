@@ -177,7 +177,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
         return pending
 
     monkeypatch.setattr(backend, "work", killing)
-    with pytest.raises(HostDied, match=r"moving to .*taking critic failed on pool scorers, rank 0.*goes on as it was"):
+    with pytest.raises(HostDied, match=r"moving to .*taking critic failed on pool scorers, rank 0.*still in use"):
         lab.move(wb.Placement.split(2))
     monkeypatch.undo()
     assert set(backend.processes) == hosts

@@ -239,7 +239,7 @@ def test_opening_again(full: wb.Workbench, runs: Path) -> None:
     assert tiny_lab("full", runs, **same) is full
     with expect_error(NameTaken, rule="another description"):
         tiny_lab("full", runs, **{**same, "seed": 1})
-    with expect_error(NameTaken, value="'full' lives"):
+    with expect_error(NameTaken, value="'full' runs"):
         tiny_lab("full", runs, **same, if_exists="error")
 
 

@@ -81,7 +81,7 @@ def test_the_next_iterations_are_those_of_a_run_without_it(tmp_path: Path, capsy
         assert checkpoint is not None
         assert checkpoint.iteration == 1
         said = capsys.readouterr().out
-        assert "pool scorers started again; everything is as after iteration 1" in said
+        assert "pool scorers restarted; everything is as after iteration 1" in said
         assert lab.actor is actor
         assert algorithm.iterate() == expected
         assert algorithm.iteration == 2
@@ -113,7 +113,7 @@ def test_without_a_checkpoint_and_from_a_stuck_rank(
         with pytest.raises(StageInterrupted, match=r"rank 0 showed no progress for 2 s.*lab\.recover\(\)"):
             lab.actor.meet(batch)
         lab.recover()
-        assert "pool policy started again; everything is as after iteration 2" in capsys.readouterr().out
+        assert "pool policy restarted; everything is as after iteration 2" in capsys.readouterr().out
         algorithm.iterate()
         assert algorithm.iteration == 3
 

@@ -57,7 +57,7 @@ def test_an_update_goes_on_with_the_new_code_as_if_it_had_been_there(
     first = dict(lab.critic.regress(lab.put(table)))
     files.edit("maths", "return 0.2", "return 0.01")  # which the worker's module imports by name
     capsys.readouterr()
-    for told in ("two_maths: edited since the hosts loaded it", ""):  # once
+    for told in ("two_maths: edited after the hosts loaded it", ""):  # once
         rewards(lab)
         said = capsys.readouterr().out
         assert told in said
@@ -86,7 +86,7 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     decorated = texts["rewards"].replace("return 1.0", "return 5.0").replace("@wb", "@only\n@wb")
     files.path("rewards").write_text(only + decorated)
     said = (
-        r"did not load in shared-1: OSError: only here \(.*two_rewards\.py, line 4\)\. the old code goes on everywhere"
+        r"did not load in shared-1: OSError: only here \(.*two_rewards\.py, line 4\)\. all processes keep the old code"
     )
     with pytest.raises(ReloadError, match=said) as caught:
         lab.reload()
@@ -115,15 +115,15 @@ def test_lines_that_only_new_processes_run_take_effect_when_the_hosts_are_restar
     files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
     with expect_error(
         ReloadError,
-        value=r"in shared-0, shared-1: only a new process runs .*two_maths\.py, line 2: SCALE = 4\.0",
-        remedy=r"take the edit back, or lab\.save\(path\) and restart the hosts: lab\.recover\(\)",
+        value=r"in shared-0, shared-1: only a new process can run .*two_maths\.py, line 2: SCALE = 4\.0",
+        remedy=r"undo the edit, or lab\.save\(path\) and restart the hosts: lab\.recover\(\)",
     ):
         lab.reload()
     assert lab.critic.told() == before
     lab.save(tmp_path / "saved")
     lab.recover()
-    assert "pool shared started again" in (printed := capsys.readouterr().out)
-    assert "this kernel has not run, and a new one does: " in printed
+    assert "pool shared restarted" in (printed := capsys.readouterr().out)
+    assert "this kernel did not run a line that a new kernel would run: " in printed
     assert lab.critic.told() == [(0, bound, 4.0) for _, bound, _ in before]
     assert not lab.reload()
     again = lab.critic.compute_values(lab.put(stored()))

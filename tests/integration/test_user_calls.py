@@ -118,7 +118,7 @@ def test_what_cannot_be_sent_to_a_host_is_refused(lab: wb.Workbench, batch: wb.B
         with lock:
             return 1.0
 
-    with expect_error(BadInput, value="cannot pickle '_thread.lock' object", rule="also one with own_process=False"):
+    with expect_error(BadInput, value="cannot pickle '_thread.lock' object", rule="also with own_process=False"):
         lab.reward.compute_reward(batch, function=held)
     assert lab.reward.compute_reward(batch).rows == batch.rows
 

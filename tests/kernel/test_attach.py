@@ -80,7 +80,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(
     second = kernels()
     assert "left" in second.run("print([row['name'] for row in wb.ls() if not row['driver']['alive']])")
     said = second.run("lab = wb.attach('left'); ppo = algorithm(lab)")
-    assert "PPO goes on in iteration 2" in said
+    assert "PPO continues in iteration 2" in said
     assert "critic.update_critic: goes on at optimizer step" in second.run("ppo.step()")
     second.run("assert ppo.next_stage == 'update_actor'")
     second.run("suspended_in(lab, 'update_actor')")

@@ -100,7 +100,7 @@ def test_a_head_that_is_gone_is_said_and_recovered_from(kernel: Kernel) -> None:
     assert "Ray head of this user is gone" in error
     assert "lab.recover()" in error
     said = kernel.run("checkpoint = lab.recover()")
-    assert "pool shared started again; everything is as after iteration 1" in said
+    assert "pool shared restarted; everything is as after iteration 1" in said
     assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"
     error, _ = kernel.cell("other.prompts.next(2)\nother.actor.generate_sequences(other.prompts.more(2))")
     assert "Ray head of this user is gone" in error  # that one was joined to

@@ -38,7 +38,7 @@ OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": TINY}, BadInput, "a model for each role"),
     ({"device": "cuda"}, BadInput, "torch finds no GPU"),
     ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
-    ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
+    ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be one"),
     ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
     ({"models": {**FOUR, "critic": "/no/such/folder"}}, ModelUnavailable, "/no/such/folder"),
     ({"placement": wb.Placement.colocate(9), "devices": 2}, BadInput, "devices=9"),
@@ -62,7 +62,7 @@ def test_opening(tmp_path: Path, subtests: pytest.Subtests) -> None:
 
 SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: wb.Training(schedule="cosine"), "total_steps"),
-    (lambda: wb.Model(), "give one of the two"),
+    (lambda: wb.Model(), "give exactly one of the two"),
 ]
 
 
@@ -130,7 +130,7 @@ STAGE_ARGUMENTS: list[tuple[Callable[[wb.Workbench, wb.Batch], Any], str]] = [
     (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "takes no 'prompt'"),
     (
         lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
-        "one response a prompt.*samples=2",
+        "one response per prompt.*samples=2",
     ),
     (lambda lab, batch: wb.GRPO(lab, samples=1), "GRPO.samples=1"),
     (lambda lab, batch: wb.GRPO(lab, sampling=wb.Sampling(max_new_tokens=4000)), "max_new_tokens=4000.*=192"),

@@ -146,8 +146,8 @@ def test_versions_that_drifted_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     check = doctor._versions()
     assert not check.ok
     assert not check.needed
-    assert "transformers 9.0 (asked for: " in check.found
-    assert "numpy is missing (asked for by " in check.found
+    assert "transformers 9.0 (required: " in check.found
+    assert "numpy is missing (required by " in check.found
     assert "torchvision" not in check.found  # set-up removes it
 
 

@@ -149,9 +149,9 @@ def test_mains_that_no_command_line_can_call(capsys: pytest.CaptureFixture[str])
     def placement(PLACEMENT: wb.Placement | None = None) -> None: ...
 
     for main, said in (
-        (both, "--seed is SEED's"),
-        (rest, "a parameter of its own"),
-        (placement, "an option is a number"),
+        (both, "--seed belongs to SEED"),
+        (rest, "a parameter that can be given by name"),
+        (placement, "an option must be a number"),
     ):
         assert run(main) == 1
         assert said in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_a_script_does_not_take_up_what_another_has_opened(
 ) -> None:
     with tiny_lab("scripted", tmp_path, models={"actor": TINY}, backend="inline", seed=7) as living:
         assert run(laboratory) == 1
-        assert "a workbench named 'scripted' lives" in capsys.readouterr().err
+        assert "a workbench named 'scripted' runs" in capsys.readouterr().err
         assert not living.ownership.closed
         assert run(laboratory, "--if-exists", "attach") == 0
         assert got["lab"] is living

@@ -429,7 +429,7 @@ def test_what_is_named_where_nothing_fits_would_fit(workload: Workload) -> None:
 
 
 def test_a_long_row_is_named_where_it_takes_the_room() -> None:
-    with expect_error(BadInput, rule="2,001,024 tokens takes at least", remedy="take shorter rows"):
+    with expect_error(BadInput, rule="2,001,024 tokens takes at least", remedy="use shorter rows"):
         search(four("llama-7b"), devices=16, workload=Workload(response_tokens=2_000_000))
 
 
@@ -505,12 +505,12 @@ def test_how_sure_the_best_is() -> None:
         told = replace(plans, error=error)
         assert told.chance == pytest.approx(normal.cdf(gap / (error * math.sqrt(2))))
         assert told.advice in repr(told) and told.advice in told._repr_html_()
-        assert ("decides it" in told.advice) == (told.chance is not None and told.chance < 0.95)
+        assert ("Run one iteration" in told.advice) == (told.chance is not None and told.chance < 0.95)
     sure = replace(plans, error=gap / 10)
-    assert sure.chance == pytest.approx(1.0) and "decides it" not in sure.advice
+    assert sure.chance == pytest.approx(1.0) and "Run one iteration" not in sure.advice
     assert replace(plans, plans=plans.plans[:1], error=0.1).chance is None
     odd = replace(plans, error=0.1, findings=Constants(links=9.0).findings)
-    assert "A finding: links=9 is outside 0.7 to 2.5: collectives" in odd.advice and not Constants().findings
+    assert "A finding: links=9 is outside 0.7 to 2.5: time of collectives" in odd.advice and not Constants().findings
 
 
 def test_long_rows_weigh_more_than_their_mean() -> None:

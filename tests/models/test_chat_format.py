@@ -105,7 +105,7 @@ def test_a_cut_keeps_the_system_prompt(tokenizer: Any) -> None:
         (lambda: wb.ChatFormat(tools="add"), r"ChatFormat\.tools='add'.*list of functions"),  # type: ignore[arg-type]
         (lambda: wb.ChatFormat(tools=[5]), r"ChatFormat\.tools=\[5\]"),  # type: ignore[list-item]
         (lambda: wb.ChatFormat(tools=[lambda a: a]), "no JSON schema"),
-        (lambda: wb.ChatFormat(arguments={"tools": []}), r"'tools' is given to the template in another way"),
+        (lambda: wb.ChatFormat(arguments={"tools": []}), r"'tools' is set in another way"),
         (lambda: wb.ChatFormat(arguments=["a"]), r"ChatFormat\.arguments=\['a'\].*by name"),  # type: ignore[arg-type]
         (lambda: wb.ChatFormat(prefill=None), r"ChatFormat\.prefill=None"),  # type: ignore[arg-type]
     ],
@@ -125,7 +125,7 @@ def test_wrong_values_are_refused(make: Any, says: str) -> None:
             "does not read 'enable_thinking'",
         ),
         ("{{ messages[-1].content }}", wb.ChatFormat(tools=[add]), "does not read 'tools'.*system="),
-        ("{{ messages[-1].content }}", wb.ChatFormat(system="Be brief."), "leaves it out"),
+        ("{{ messages[-1].content }}", wb.ChatFormat(system="Be brief."), "does not show it"),
         (TEMPLATE, "yes", r"chat='yes'.*wb\.ChatFormat"),
     ],
 )

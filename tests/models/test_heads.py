@@ -164,7 +164,7 @@ def test_no_asked_positions() -> None:
 
 
 def test_temperature_zero_is_refused() -> None:
-    with expect_error(BadInput, rule="more than 0"):
+    with expect_error(BadInput, rule="above 0"):
         TokenLogProbs(llama())(**batch(), temperature=0)
 
 

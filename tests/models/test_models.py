@@ -271,6 +271,6 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path, part: str, monkeypatc
     ran = tmp_path / "ran"
     (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nclass Theirs: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
-    with expect_error(BadInput, value="code of its own") if part == "config" else contextlib.suppress(BadInput):
+    with expect_error(BadInput, value="its own Python code") if part == "config" else contextlib.suppress(BadInput):
         (load_config if part == "config" else load_tokenizer)(str(folder))
     assert not ran.exists()

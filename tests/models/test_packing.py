@@ -125,7 +125,7 @@ def test_a_model_with_attention_of_its_own_is_padded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LlamaAttention, "forward", own_attention)
     causal, given = model("llama"), packed_inputs()
     head = TokenLogProbs(causal)
-    assert head.describe() == "padded: LlamaForCausalLM computes something else in a pack"
+    assert head.describe() == "padded: LlamaForCausalLM gives other results in a pack"
     assert causal.config._attn_implementation == "sdpa"
     targets = given["input_ids"].roll(-1)
     expected = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
@@ -144,7 +144,7 @@ def test_a_window_that_only_the_mask_has_is_padded() -> None:
 
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 61}
     config = PhimoeConfig(**shape, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, sliding_window=8)
-    assert use_packing(PhimoeForCausalLM(config)) == "PhimoeForCausalLM has its sliding window in the mask alone"
+    assert use_packing(PhimoeForCausalLM(config)) == "PhimoeForCausalLM has its sliding window only in the mask"
 
 
 @pytest.mark.gpu
@@ -153,7 +153,7 @@ def test_fp32_weights_are_tried_in_bfloat16_too() -> None:
     """Flash attention, which runs them under autocast, has no heads of more than 256; fp32 attention has."""
     assert use_packing(model("llama").cuda()) is None
     why = use_packing(model("llama", head_dim=320).cuda())
-    assert why is not None and why.startswith("LlamaForCausalLM takes no packs")
+    assert why is not None and why.startswith("LlamaForCausalLM cannot run packs")
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def test_an_end_of_turn_at_which_generation_does_not_stop(tokenizer: Any, end: s
     said = doubts(tokenizer)
     assert bool(said) is doubted
     if doubted:
-        assert "'### End', which is no special token" in said[0] and "wb.Sampling(stop=['### End'])" in said[0]
+        assert "'### End', not a special token" in said[0] and "wb.Sampling(stop=['### End'])" in said[0]
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -49,7 +49,7 @@ def test_a_tokenizer_that_changes_texts(tokenizer: Any, monkeypatch: pytest.Monk
 
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     said = doubts(tokenizer, "Add ONE to 2.")
-    assert len(said) == 1 and "'Add ONE to 2.' comes back as 'add one to 2.'" in said[0]
+    assert len(said) == 1 and "'Add ONE to 2.' is decoded as 'add one to 2.'" in said[0]
 
 
 def test_opening_says_what_of_the_rows_the_template_leaves_out(
@@ -62,7 +62,7 @@ def test_opening_says_what_of_the_rows_the_template_leaves_out(
     tiny_lab("left-out", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
     said = capsys.readouterr().out
     assert "the model does not see 'tool_calls', 'tools' of rows, which the chat template of" in said
-    assert "column 'tools' of 1 rows is not shown to the model: it is no list of JSON schemas" in said
+    assert "column 'tools' of 1 rows is not shown to the model: it is not a list of JSON schemas" in said
 
 
 def test_opening_says_how_columns_were_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,7 @@ def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny-llama")
     for template, message in (
         (None, "has no chat template"),
-        ("{{ raise_exception('no tools') }}", "the chat template of .* refuses them: TemplateError: no tools"),
+        ("{{ raise_exception('no tools') }}", "the chat template of .* rejects them: TemplateError: no tools"),
         ("{{ messages[-1]['content'] }}", "drops earlier turns"),
     ):
         tokenizer.chat_template = template
@@ -232,7 +232,7 @@ def test_a_template_that_raises_is_a_typed_error_without_what_a_terminal_obeys()
         ("{{ ().__class__.__bases__[0].__subclasses__() }}", "SecurityError"),
     ):
         tokenizer.chat_template = template
-        with pytest.raises(BadInput, match=rf"the chat template of .* refuses them: {said}") as caught:
+        with pytest.raises(BadInput, match=rf"the chat template of .* rejects them: {said}") as caught:
             render_prompt(tokenizer, "Hi", chat=True)
         assert "\x1b" not in str(caught.value)
 

@@ -74,7 +74,7 @@ def test_the_template_shows_tools_or_a_system_message_does() -> None:
     behind = with_tools(tokenizer, [{"role": "system", "content": "Be brief."}, *USER], tools, "hermes")
     assert behind.startswith("<|bos|><|system|>Be brief.\n\n# Tools")
     assert with_tools(tokenizer, USER, [], None) == "<|bos|><|user|>2 + 3?<|eos|><|assistant|>"
-    with pytest.raises(BadInput, match=r"shows none.*tool_format='hermes'"):
+    with pytest.raises(BadInput, match=r"does not show tools.*tool_format='hermes'"):
         with_tools(tokenizer, USER, tools, "mistral")
     tokenizer.chat_template = (
         "{% if tools %}[{{ tools | map(attribute='function.name') | join }}]{% endif %}" + tokenizer.chat_template

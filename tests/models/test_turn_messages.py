@@ -86,14 +86,14 @@ def test_arguments_have_the_types_of_the_schema(tokenizer: Any) -> None:
     ("form", "text", "error"),
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not JSON"),
-        ("hermes", "<tool_call></tool_call>", "nothing stands where"),
+        ("hermes", "<tool_call></tool_call>", "the call is empty"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no name of a function"),
         ("hermes", "<tool_call>7</tool_call>", "no name of a function"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments of add are no object"),
-        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', r"'\ud800', has half a character"),
-        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": 7}</tool_call>', "has half a character"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ["\\ud800"]}}</tool_call>', "have half a character"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"\\udfff": 1}}</tool_call>', "have half a character"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments of add are not an object"),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', r"'\ud800', has a broken character"),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": 7}</tool_call>', "has a broken character"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ["\\ud800"]}}</tool_call>', "have a broken"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"\\udfff": 1}}</tool_call>', "have a broken character"),
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
         ("mistral", "[TOOL_CALLS]add(1)", "not JSON"),
     ],
@@ -154,5 +154,5 @@ def test_unknown_formats_are_refused(tokenizer: Any) -> None:
         BadInput, value="tool_format='hermez'", rule="must be one of", remedy="write tool_format='hermes'"
     ):
         TurnReader(tokenizer, "hermez")
-    with expect_error(BadInput, rule="refuses it as a response template: Unknown keys"):
+    with expect_error(BadInput, rule="rejects it as a response template: Unknown keys"):
         TurnReader(tokenizer, {"field": {}})

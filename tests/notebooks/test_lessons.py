@@ -151,8 +151,8 @@ def test_lesson_301(tmp_path: Path) -> None:
     assert "reward.compute_reward was interrupted. things are as before the stage" in said
     assert "actor.update_actor was interrupted after optimizer step" in said
     assert "actor.update_actor: goes on at optimizer step" in said
-    assert "lab.recover() starts it again" in said
-    assert "RLOO goes on in iteration 2" in said
+    assert "lab.recover() restarts it" in said
+    assert "RLOO continues in iteration 2" in said
     assert any("<svg" in text for text in html)
 
 

@@ -208,7 +208,7 @@ def test_memory_while_things_move() -> None:
     assert found.fits
     tight = change(old, new, has_bytes=source, device="cuda")
     assert not tight.fits
-    with expect_error(BadInput, rule="needs .* on cuda:0 while things move .* too little"):
+    with expect_error(BadInput, rule="needs .* on cuda:0 during the move .* too little"):
         tight.require_fit()
     assert change(old, new).fits is None, "unknown"
 

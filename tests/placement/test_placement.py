@@ -118,7 +118,7 @@ def test_one_thing_changed() -> None:
     assert [pool.name for pool in split.without("critic").without("reward").pools] == ["policy"]
     for wrong, message in (
         (lambda: split.with_role("critic", "values"), r"the pools are policy, scorers.*devices=1"),
-        (lambda: split.with_role("critic", "policy", devices=3), r"a pool of that name, of 2 devices"),
+        (lambda: split.with_role("critic", "policy", devices=3), r"the pool of that name has 2 devices"),
         (lambda: split.with_layout("actor", (1, 2, 2)), r"p\*t\*d is 4"),
         (lambda: split.without("cost"), r"role 'cost' has no pool"),
     ):

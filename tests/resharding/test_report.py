@@ -89,7 +89,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train 1-3-1 --generate 1-1 --model tiny-llama", "q_proj.weight: 4 units over t=3"),
         ("--train 1-4-1 --generate 1-3 --model tiny-llama", "t_g=3. must divide t=4"),
         ("--train 1-99999999999-2 --generate 1-2 --model tiny-llama", "use one of 1, 3, 9"),
-        ("--train 1-4-20000 --generate 1-2 --model tiny-llama", "at most 8192 ranks. plan fewer replicas"),
+        ("--train 1-4-20000 --generate 1-2 --model tiny-llama", "at most 8192 ranks. use fewer replicas"),
         ("--train 1-2-1 --generate 1-1 --model {nine}", "9 units over t=2 tensor ranks"),
         ("--train 1-2-1 --generate 1-1 --model {nine}", "use one of t=1, 3"),
         ("--train 1-4-1 --generate 1-2 --model tiny-llama --strategy ring", "must be one of 'hybridflow', 'v', 'full'"),

@@ -67,7 +67,7 @@ def test_a_sync_of_zero_moves_what_an_independent_count_says(t_g: int, whole: bo
 
 def test_a_model_whose_cut_is_not_known_goes_whole() -> None:
     config = GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2, n_positions=16)
-    with expect_error(BadInput, value="whose cut is not known"):
+    with expect_error(BadInput, value="that cannot be sharded"):
         model_weights(config)
     weights = model_weights(config, unknown="whole")
     plan = ZeroSync(weights, 2, 1)

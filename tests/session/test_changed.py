@@ -136,7 +136,7 @@ def test_a_warning_where_generation_sees_almost_nothing(tmp_path: Path, rate: fl
         with pytest.warns(UserWarning, match=words) as shown:
             lab.changed()
         assert shown[0].filename == __file__
-        assert "rollouts come from almost the same policy; float32 masters keep the rest" in view.picture()
+        assert "rollouts come from almost the same policy; float32 masters keep the other changes" in view.picture()
 
 
 def test_of_an_adapter_its_own_weights_are_meant(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_role_that_does_not_close_is_gone_all_the_same(lab: Workbench, monkeyp
 
     (host,) = hosts(lab).values()
     monkeypatch.setattr(host.workers["reference"], "close", broken)
-    with pytest.warns(UserWarning, match="closing reference: .*not closed"):
+    with pytest.warns(UserWarning, match="closing reference failed: .*not closed"):
         lab.drop("reference")
     assert "reference" not in host.workers
     update_on(lab, stored())
@@ -240,7 +240,7 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
     later = Later()
     lab.hosts.pending_cleanup["shared"] = [("a move", later)]
     for _ in range(2):
-        with expect_error(StageError, value="'shared' is still at work on a move"):
+        with expect_error(StageError, value="'shared' still works on a move"):
             lab.actor.check_sync()
     later.over = True
     assert lab.actor.check_sync()[0] < 1e-3
@@ -262,17 +262,17 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
                 return parts
 
             patched.setattr(Snapshot, "cut", flipped)
-            error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
+            error, message = StageError, "parameters of actor: .* is not what was sent.*still in use"
         elif where == "build":
             patched.setattr("workbench.workers.roles.critic.CriticWorker.__init__", _not_built)
-            error, message = StageError, "loading critic failed on pool scorers, rank 0: ValueError.*goes on as it was"
+            error, message = StageError, "loading critic failed on pool scorers, rank 0: ValueError.*still in use"
         else:
 
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
             patched.setattr("workbench.workers.weight_intake.WeightIntake.place", full)
-            error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
+            error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*still in use"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))
     assert set(hosts(lab)) == names
@@ -415,7 +415,7 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
         ("critic", TINY, {}, "has a critic, on pool 'shared'"),
         ("costs", TINY, {}, "unknown role 'costs'"),
         ("cost", None, {}, "a model, or a function"),
-        ("cost", 3, {}, "a role is a model name"),
+        ("cost", 3, {}, "a role's model is a name"),
         ("cost", too_long, {"pool": "other"}, "with_role.*devices=1"),
         ("rollout", TINY, {"pool": "other", "devices": 1}, "have the actor's model"),
         ("rollout", None, {}, "a role is in one pool"),
@@ -425,9 +425,9 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
         with pytest.raises(BadInput, match=message):
             lab.add(role, model, **options)
     lab.critic.move("scorers", devices=1)
-    with expect_error(BadInput, rule="there are shared, scorers", remedy="name one, pool='shared'"):
+    with expect_error(BadInput, rule="the pools are shared, scorers", remedy="choose one, pool='shared'"):
         lab.add("cost", too_long)
-    for role, message in (("cost", "has actor, critic"), ("actor", "tokenizer makes the tokens"), ("a", "unknown")):
+    for role, message in (("cost", "has actor, critic"), ("actor", "read tokens of its tokenizer"), ("a", "unknown")):
         with pytest.raises(BadInput, match=message):
             lab.drop(role)
 
@@ -467,7 +467,7 @@ def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path, role: str, worker:
             BadInput,
             value=f"moving {worker.__name__}",
             rule="state of its own",
-            remedy="goes on as it was.*`extra_state`",
+            remedy="still in use.*`extra_state`",
         ):
             lab.groups[role].move("own", devices=1)
         assert lab.groups[role].pool.name == "shared"

@@ -124,9 +124,9 @@ def test_lines_that_only_a_new_process_runs_are_refused(lab: Any, files: Files) 
     files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
     with expect_error(
         ReloadError,
-        value=rf"in kernel: only a new process runs {files.path('maths')}, line 2: SCALE = 4\.0",
-        rule="functions, classes, imports and new variables; the old code goes on everywhere",
-        remedy=r"take the edit back, or lab\.save\(path\) and open it again in a new kernel: wb\.restore\(path\)",
+        value=rf"in kernel: only a new process can run {files.path('maths')}, line 2: SCALE = 4\.0",
+        rule="functions, classes, imports and new variables; all processes keep the old code",
+        remedy=r"undo the edit, or lab\.save\(path\) and open it again in a new kernel: wb\.restore\(path\)",
     ):
         lab.reload()
     assert lab.critic.told() == [(0, 0.2, 2.0)]
@@ -202,8 +202,8 @@ def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any, capsys: pytest
         capsys.readouterr()
         assert [lab.critic.told(), lab.critic.told()] == [[("old", 2)], [("old", 3)]]  # it is said once
         told = capsys.readouterr().out
-        assert told.count("cell_score: defined again, and the reward role goes on") == 1
-        assert told.count("CellCritic: defined again") == 1 and "lab.reload()" in told
+        assert told.count("cell_score was defined again: the reward role still runs") == 1
+        assert told.count("CellCritic was defined again") == 1 and "lab.reload()" in told
         report = lab.reload()
         assert report.df.loc["kernel", "roles"] == "critic, reward"
         assert lab.critic.told() == [("new", 4)]
@@ -228,7 +228,7 @@ def test_a_function_that_is_decorated_and_what_it_reads(
         cell("CELL_SCALE = 3.0\ndef cell_score(prompt, response, **row):\n    return CELL_SCALE")
         capsys.readouterr()
         lab.reward.compute_reward(batch)
-        assert "cell_score: defined again, and the reward role" in capsys.readouterr().out
+        assert "cell_score was defined again: the reward role" in capsys.readouterr().out
 
 
 def test_a_function_of_an_algorithm_is_assigned_anew(
@@ -241,7 +241,7 @@ def test_a_function_of_an_algorithm_is_assigned_anew(
         )
         score = cell("def cell_score(prompt, response, **row):\n    return 2.0")
         assert {grpo.iterate()["compute_reward/rewards/mean"] for _ in range(2)} == {1.0}
-        said = "cell_score: defined again, and GRPO.reward is the one of before; assign it: grpo.reward = cell_score"
+        said = "cell_score was defined again: GRPO.reward is still the old one; assign it: grpo.reward = cell_score"
         assert capsys.readouterr().out.count(said) == 1
         grpo.reward = score
         assert grpo.iterate()["compute_reward/rewards/mean"] == 2.0 and said not in capsys.readouterr().out
@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(lab: Any, files: Files
     refused: list[tuple[dict[str, Any], str]] = [
         ({"rewards": wrong}, r"reload\(rewards=wrong\)\. this workbench has critic, reward\. write reward"),
         ({"critic": vowels}, "has no function to replace"),
-        ({"reward": 3}, "takes a function"),
+        ({"reward": 3}, "give a function"),
         ({"reward": wrong}, "takes no 'prompt'"),
         ({"critic": ActorWorker}, "derive it from CriticWorker"),
         ({"critic": int}, "derived from the role's"),

@@ -19,9 +19,9 @@ def test_only_a_regular_file_is_read_or_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("folder", "pipe", "null"):
-        with expect_error(BadInput, value=f"{name}' (is no file|cannot be read)"):
+        with expect_error(BadInput, value=f"{name}' (is not a file|cannot be read)"):
             files.read_bytes(tmp_path / name)
-        with expect_error(BadInput, value=f"{name}' is no file", rule="only a file is replaced"):
+        with expect_error(BadInput, value=f"{name}' is not a file", rule="only a file can be replaced"):
             files.write_bytes(tmp_path / name, b"x")
     assert Path("/dev/null").is_char_device()
 
@@ -38,7 +38,7 @@ def test_what_a_link_names_is_replaced(tmp_path: Path) -> None:
 def test_a_size_is_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 101)
-    with expect_error(BadInput, value="has 101 bytes, and 100 are the most"):
+    with expect_error(BadInput, value="has 101 bytes, more than 100"):
         files.read_bytes(path, limit=100)
     assert len(files.read_bytes(path, limit=101)) == 101
 
@@ -60,7 +60,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_says_how_much_is_free(tmp_
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with expect_error(
-            WriteFailed, value="file' cannot be written: ", rule=r"it takes 5,000 bytes, and [\d,]+ bytes are"
+            WriteFailed, value="file' cannot be written: ", rule=r"it needs 5,000 bytes, and [\d,]+ bytes are"
         ):
             files.write_bytes(path, b"x" * 5000)
         with expect_error(WriteFailed, value="cannot be written"), files.new_folder(tmp_path / "folder") as new:

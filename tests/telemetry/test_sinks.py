@@ -115,8 +115,8 @@ def test_one_that_fails_is_given_up_with_one_warning_and_nothing_is_lost(
         report(store)
         store.sinks.close()
     assert [str(w.message) for w in caught if "json" in str(w.message)] == [
-        "json gets no more metrics: ConnectionError: the server is gone. The run goes on, and lab.metrics() has "
-        "them all."
+        "json gets no more metrics: ConnectionError: the server is gone. The run continues, and lab.metrics() has "
+        "all metrics."
     ]
     assert Failing.rows == [{"compute_reward/rewards/mean": 0.25}, {"evaluate/test/pass@1": 0.125}]
     assert len(scalars(run.folder / "tensorboard")["compute_reward/rewards/mean"]) == 3

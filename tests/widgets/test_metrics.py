@@ -143,9 +143,9 @@ def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:
     assert turned == [("samples", {"iteration": 1}), ("samples", {"iteration": 2})]
     assert view.charts()[0].at == 2
     for wrong in ("0", "99", "", "x"):
-        with expect_error(BadInput, rule="there are 1 to"):
+        with expect_error(BadInput, rule="iterations go from 1 to"):
             view.on_iteration(wrong)
-    with expect_error(BadInput, rule="from 0 to below 1"):
+    with expect_error(BadInput, rule="at least 0 and below 1"):
         view.on_smooth("1")
 
 

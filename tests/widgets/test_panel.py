@@ -56,7 +56,7 @@ def test_a_kernel_that_has_called_nothing_tells_of_the_iterations_before(tmp_pat
             shown.picture(),
             shown.text(),
         ):  # and shows none of its stages as those of iteration 3, which has ended
-            assert "RLOO has begun none here; iteration 3 is the last" in told
+            assert "RLOO has begun no iteration here; the last iteration is 3" in told
         shown.act("choose_algorithm", {"value": "by hand"})
         assert "Iteration 3 is the last; this kernel has called no stage yet" in shown.picture()
 
@@ -263,7 +263,7 @@ class TestDriver:
             assert driver.wait(60)
         finally:
             del ppo.step
-        assert driver.outcome == "stopped after prompts; Step goes on from there"
+        assert driver.outcome == "stopped after prompts; Step continues from there"
         assert list(ppo.made) == ["prompts"]
         ppo.restart()
 

@@ -88,7 +88,7 @@ def test_a_role_is_put_into_pools() -> None:
     assert same(put(put(alone, "actor", "shared", shared), "critic", "shared", shared), shared)
     taken = wb.Placement.of({"critic": (1, ["actor", "critic"])})
     assert put(taken, "critic", NEW_POOL, taken).pool_of("critic").name == "critic_2"
-    with expect_error(BadInput, rule="for itself"):
+    with expect_error(BadInput, rule="alone in pool"):
         put(made, "critic", NEW_POOL, shared)
 
 
@@ -105,9 +105,9 @@ def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:
     editor: Any = PlacementEditor(shared, driver)
     live = shared.placement
     update_on(shared, stored())
-    with expect_error(BadInput, rule="nothing is drafted"):
+    with expect_error(BadInput, rule="there is no draft"):
         editor.act("apply", {})
-    with expect_error(BadInput, rule="the first one"):
+    with expect_error(BadInput, rule="the first pool"):
         editor.act("step", {"role": "critic", "by": -1})
     editor.act("step", {"role": "critic", "by": 1})
     html = editor.payload()[0]["html"]
@@ -157,13 +157,13 @@ def test_it_follows_what_cells_move(shared: Any) -> None:
     shared.add("cost", vowels, pool="critic")
     live = shared.placement
     assert "role &#x27;cost&#x27; has no pool" in drawn(editor)
-    assert 'disabled title="it cannot be done' in editor.controls()
+    assert 'disabled title="this change is not possible' in editor.controls()
     editor.act("apply", {})
     assert driver.wait(WAIT_S)
     assert "role 'cost' has no pool" in driver.error
     assert shared.placement == live and editor.draft is not None
     editor.act("discard", {})
-    assert "nothing is drafted" in editor.controls()
+    assert "there is no draft" in editor.controls()
 
 
 def test_placements_with_a_name_are_priced_and_taken(shared: Any) -> None:
@@ -174,7 +174,7 @@ def test_placements_with_a_name_are_priced_and_taken(shared: Any) -> None:
     editor.act("take", {"name": "standalone"})
     assert editor.draft == wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1)
     assert offers["standalone"].change.total_bytes == shared.diff(editor.draft).total_bytes > 0
-    with expect_error(BadInput, rule="not on offer"):
+    with expect_error(BadInput, rule="not offered"):
         editor.act("take", {"name": "best"})
     editor.act("discard", {})
     for trains, priced_again in ((True, True), (True, False), (False, False)):

@@ -129,7 +129,7 @@ def test_rows_are_sorted_filtered_and_paged(view: Samples, lab: wb.Workbench) ->
     view.on_search(lab.decode([8 + 17]))
     assert 17 in view.look().found and 18 not in view.look().found
     view.on_where("rewards > 2")
-    assert "No row is left" in view.picture()
+    assert "No row matches" in view.picture()
     with expect_error(BadInput, value="rewardz"):
         view.on_where("rewardz > 2")
     assert view.where == "rewards > 2"

@@ -120,7 +120,7 @@ def test_a_saved_picture_that_is_too_large_keeps_its_tables(lab: wb.Workbench) -
     kept._draw_all(views)
     html = kept._bundle(views, lab)["text/html"]
     assert len(html.encode()) < 2000
-    assert "400 kB, too large to be saved. lab.panel(&#x27;large&#x27;).still() is all of it." in html
+    assert "400 kB, too large to be saved. lab.panel(&#x27;large&#x27;).still() shows all of it." in html
     assert "its table" in html
     assert html.count("<img ") == 1
     assert "300 kB, too large" in html

@@ -198,7 +198,7 @@ def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str,
     with expect_error(BadInput, value="token id 300", remedy="vocabulary=264"):
         lab.actor.update_distill(lab.put({**table, "teacher_ids": ids.like(ids.values * 0 + 300)}))
     short = Ragged.of([row[1:] for row in chosen.rows()], torch.float32)
-    with expect_error(BadInput, rule="equally many numbers"):
+    with expect_error(BadInput, rule="the same number of values"):
         lab.actor.update_distill(lab.put({**table, "teacher_log_prob": short}))
 
 

@@ -54,7 +54,7 @@ def test_a_weight_that_is_none(lab: wb.Workbench) -> None:
         ):
             lab.critic.compute_values(batch)
         text = str(lab.last_error().error)
-        assert "so does the critic's weight" in text and "layers.1.mlp" in text and "learning_rate" in text
+        assert "the critic's weight" in text and "layers.1.mlp" in text and "learning_rate" in text
     finally:
         with torch.no_grad():
             weight[name].view(-1)[0] = before
@@ -71,7 +71,7 @@ def test_a_column_of_the_users_own_that_was_read(tmp_path: Path) -> None:
     models = {"actor": TINY, "reward": wb.Model(TINY, worker=Weighted)}
     with tiny_lab("finite-own", tmp_path, backend="inline", models=models) as lab:
         weight = torch.tensor([1.0, 2.0, float("nan"), 4.0])
-        with expect_error(StageError, value="holds nan in row 2", rule="so does what it read there: 'weight'"):
+        with expect_error(StageError, value="holds nan in row 2", rule="read such numbers in that row: 'weight'"):
             lab.reward.weigh(lab.put({**stored(), "weight": weight}))
 
 

@@ -219,7 +219,7 @@ def test_a_judgement_that_is_cut_is_not_parsed(tmp_path: Path) -> None:
         told = failed.failed()["error"][0]
         assert "cut at Sampling.max_new_tokens=3" in told and "give the judge a larger max_new_tokens" in told
         assert "retries= do not help" in told
-        with expect_error(RewardError, value="row 0 on rank 0 of pool .*: the judgement is cut at Sampling.max_new"):
+        with expect_error(RewardError, value="row 0 on rank 0 of pool .*: the judgement was cut at Sampling.max_new"):
             lab.reward.compute_reward(batch)
 
 
@@ -256,7 +256,7 @@ def test_the_default_parse_is_the_stated_score() -> None:
 def test_wrong_judges_are_refused(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
     with expect_error(BadInput, value="rubric='Rate it'", remedy=r"put \{response\}"):
         wb.Judge(JUDGE, rubric="Rate it")
-    with expect_error(BadInput, rule="only reward and cost can be a rule"):
+    with expect_error(BadInput, rule="only reward and cost can be one"):
         tiny_lab("wrong", tmp_path, backend="inline", models={"actor": wb.Judge(JUDGE, rubric="{response}")})
     cut = wb.Judge(JUDGE, rubric="{response}", generation=wb.Generation(tensor_parallel_size=2))
     with expect_error(BadInput, value="a judge that is cut over ranks"):
@@ -266,7 +266,7 @@ def test_wrong_judges_are_refused(lab: wb.Workbench, batch: wb.Batch, tmp_path: 
     def all_of(prompt: list[str], response: list[str], judgement: list[str]) -> list[float]:
         return [0.0] * len(prompt)
 
-    with expect_error(BadInput, rule="a judgement is of one row"):
+    with expect_error(BadInput, rule="a judgement is about one row"):
         lab.reward.compute_reward(batch, function=all_of)
 
 

@@ -89,7 +89,7 @@ def test_what_is_refused_or_leaves_nothing_to_do(lab: wb.Workbench, tmp_path: Pa
         {"presence_penalty": 0.5},
         {"environment": wb.Tools([wb.toolbox.calculator])},
     ):
-        with expect_error(BadInput, value=f"{next(iter(given))} with pause_after", rule="is read as a prompt"):
+        with expect_error(BadInput, value=f"{next(iter(given))} with pause_after", rule="as part of the prompt"):
             lab.actor.generate_sequences(batch, pause_after=3, **given)
     with expect_error(BadInput, value="cache='kept'", remedy="resume=True"):
         lab.actor.generate_sequences(batch, cache="kept")

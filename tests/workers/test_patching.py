@@ -202,7 +202,7 @@ def test_other_lines_are_run_by_new_processes_alone(files: Files, old: str, new:
     files.edit("maker", "return x * SCALE", "return -1")
     files.edit("maker", old, new)
     _, report = patch(files, "maker")
-    assert report.error == f"only a new process runs {files.path('maker')}, {line}"
+    assert report.error == f"only a new process can run {files.path('maker')}, {line}"
     assert (maker.times(1), maker.SCALE) == (2.0, 2.0)
     # where other processes have run them, the functions are taken
     _, report = patch(files, "maker", strict=False)

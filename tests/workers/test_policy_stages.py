@@ -290,7 +290,7 @@ class TestAdvantages:
             lab.compute_advantages(scored, **arguments)
 
     def test_one_response_a_prompt(self, lab: wb.Workbench, scored: wb.Batch) -> None:
-        with expect_error(BadInput, value="one response a prompt"):
+        with expect_error(BadInput, value="one response per prompt"):
             lab.compute_advantages(scored.take([0, 3]), estimator="reinforce_pp_baseline")
         with expect_error(UnknownColumn, value="rollout_log_prob"):
             lab.compute_advantages(
@@ -399,7 +399,7 @@ class TestUpdates:
         assert "gradient of each step" not in capsys.readouterr().err
         masked = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", high=1.2))
         assert masked["grad_norm"] == 0
-        assert "no token with an advantage has a weight by Correction(" in capsys.readouterr().err
+        assert "gives each token with an advantage weight 0" in capsys.readouterr().err
         assert masked["correction/effective_sample_size"] == pytest.approx(1.0)
         assert masked["correction/bounded_effective_sample_size"] == 0
 

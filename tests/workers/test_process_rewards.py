@@ -174,7 +174,7 @@ def test_a_reward_model_scores_each_step_as_it_scores_a_response_that_ends_there
 
 
 def test_wrong_steps_are_refused(lab: wb.Workbench) -> None:
-    with expect_error(BadInput, value="steps=''", rule="end with a text"):
+    with expect_error(BadInput, value="steps=''", rule="ends with a text"):
         lab.reward.compute_reward(lab.put(table()), function=lengths, steps="")
     with expect_error(BadInput, rule="a model does not say where steps end"):
         lab.reward.compute_reward(lab.put(table()), steps=True)

@@ -232,7 +232,7 @@ def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkey
     with expect_error((NotFound, StageError), value="rollout.receive_weights failed on rank 0", rule="were released"):
         lab.actor.generate_sequences(lab.prompts.next(4))
     monkeypatch.undo()
-    with expect_error(SyncError, value="no whole set of weights", remedy=r"lab.actor.sync_weights\(\)"):
+    with expect_error(SyncError, value="no complete set of weights", remedy=r"lab.actor.sync_weights\(\)"):
         lab.rollout.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
     assert published(lab) == 0
     batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4)
@@ -311,7 +311,7 @@ class OwnSampling(ActorWorker):
     [
         (
             lambda: wb.Placement.of({"a": (2, ["actor", "rollout"])}),
-            r"'actor' and 'rollout' in one pool.*leave 'rollout'",
+            r"'actor' and 'rollout' in one pool.*leave out 'rollout'",
         ),
         (
             lambda: wb.Placement.of({"a": (1, ["actor"]), "b": (2, ["rollout"])}, layouts={"rollout": (1, 2, 1)}),
@@ -464,4 +464,4 @@ def test_where_there_is_no_room_for_a_copy_syncs_are_whole(
         assert (syncs["moved_bytes"] == syncs["whole_bytes"]).all()
         assert lab.topology()["sync_copy_bytes"].max() == 0
     said = capsys.readouterr()
-    assert (said.out + said.err).count("weight syncs are whole: for patches a rank keeps") == 1
+    assert (said.out + said.err).count("each sync sends whole weights: patches need") == 1

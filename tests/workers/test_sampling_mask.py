@@ -250,7 +250,7 @@ def test_vllm_needs_a_bound_on_the_tokens_that_are_left() -> None:
 def test_more_ties_than_vllm_was_asked_for_are_no_mask() -> None:
     told = SimpleNamespace(logprob_token_ids=np.array([[5, 5, 3]]), logprobs=np.array([[-0.7, -0.7, -0.8]]))
     assert _sets(told, 2) == [[3, 5]]  # of the whole vocabulary
-    with expect_error(StageError, value="more than 2 tokens could be drawn"):
+    with expect_error(StageError, value="more than 2 tokens could be sampled"):
         _sets(told, 100)
 
 

@@ -85,7 +85,7 @@ def test_wrong_weights(
         name for name in now if not torch.equal(now[name], brought[name]) and name in actor.generator.readable_weights()
     ]
     assert isinstance(raised.value, SyncError)
-    assert (odd[0] if odd else "are the trainer's: another is not") in str(raised.value)
+    assert (odd[0] if odd else "equal the trainer's: another weight differs") in str(raised.value)
     last = lab.syncs().iloc[-1]
     assert last["verdict"] == ("checksum differs" if odd else "failed")
     assert all(name in last["culprit"] for name in odd)

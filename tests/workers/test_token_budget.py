@@ -119,7 +119,7 @@ def test_a_step_without_memory_begins_anew_with_half_as_many(monkeypatch: pytest
     assert updated(worker) == pytest.approx(plain, rel=1e-5)
     assert (len(failed), worker.budget.tokens, worker.engine.steps) == (1, 64, 4)
     (note,) = worker.take_notes()
-    assert "out of memory with micro-batches of 128 tokens: from here on they have 64" in note
+    assert "out of memory with micro-batches of 128 tokens: from now on they have 64" in note
     assert worker.take_notes() == ()
 
 

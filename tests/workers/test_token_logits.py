@@ -154,7 +154,7 @@ def test_it_is_called_for_chosen_positions_alone(lab: wb.Workbench) -> None:
     ("call", "said"),
     [
         (lambda logits, mask: logits.map(lambda x: x.sum()), r"returned a float32 tensor of shape \[\] for logits of"),
-        (lambda logits, mask: logits.map(entropy_of, where=mask.float()), r"where=a float32 tensor.*it is a bool"),
+        (lambda logits, mask: logits.map(entropy_of, where=mask.float()), r"where=a float32 tensor.*it must be a bool"),
         (lambda logits, mask: logits.map(lambda x, k: x.sum(-1), 3.0), r"logits.map with float 3.0.*\[rows, tokens"),
         (lambda logits, mask: logits.mean(-1), r"no attribute 'mean'"),
     ],

@@ -96,7 +96,7 @@ def test_a_critics_loss_written_in_a_cell(lab: wb.Workbench) -> None:
     assert updated(lab, "critic", loss=squared_by_hand) == updated(lab, "critic")
     with expect_error(BadInput, value="clip=0.3 with loss=squared_by_hand.*", remedy="functools.partial"):
         updated(lab, "critic", loss=squared_by_hand, clip=0.3)
-    with expect_error(BadInput, value="takes log_prob", rule="its gradient comes from 'values'"):
+    with expect_error(BadInput, value="takes log_prob", rule="its gradient comes through 'values'"):
         updated(lab, "critic", loss=lambda log_prob: log_prob)
 
 
@@ -154,10 +154,10 @@ def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
     with expect_error(UnknownColumn, value="reads column 'token_rewards'"):
         updated(lab, loss=lambda log_prob, token_rewards: log_prob)
     with expect_error(
-        BadInput, value="takes old_log_prob", rule="its gradient comes from 'log_prob' or 'entropy' or 'logits'"
+        BadInput, value="takes old_log_prob", rule="its gradient comes through 'log_prob' or 'entropy' or 'logits'"
     ):
         updated(lab, loss=lambda old_log_prob: old_log_prob)
-    with expect_error(BadInput, value="by place"):
+    with expect_error(BadInput, value="by position"):
         updated(lab, loss=lambda log_prob, /: log_prob)
     with expect_error(
         BadInput, value="clip=0.1 with loss=ppo_by_hand", remedy=r"functools.partial\(ppo_by_hand, clip=0.1\)"
@@ -180,7 +180,7 @@ def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
         (lambda x: (x, 3), r"int 3 as its metrics"),
         (lambda x: (x, {"far": x.mean()}), r"shape \[\] as metric 'far'"),
         (lambda x: (x, {"loss": x}), r"a metric 'loss'"),
-        (lambda x: (x, {"entropy": x}), r"a metric 'entropy'\. .*none of the update's own metrics: .*approximate_kl"),
+        (lambda x: (x, {"entropy": x}), r"a metric 'entropy'\. .*one of the update's own metrics: .*approximate_kl"),
         (lambda x: (x, {"rollout_gap/mean": x}), r"a metric 'rollout_gap/mean'"),
         (lambda x: 1 / 0, r"loss=loss raised ZeroDivisionError: division by zero, in line \d+ of <lambda>.*lab.check"),
     ],

@@ -7,7 +7,7 @@ const ASK_AGAIN_MS = 2000; // the first time; then twice as long each time
 
 export function mountCharts(area, send) {
   const notes = make("div");
-  const box = make("div", { class: "wb-charts", role: "img", "aria-label": "charts; the same as tables is below" });
+  const box = make("div", { class: "wb-charts", role: "img", "aria-label": "charts; the same numbers as tables below" });
   const said = make("div", { class: "wb-said", "aria-live": "polite" });
   const below = make("div");
   area.append(notes, box, said, below);

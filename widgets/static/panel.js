@@ -10,7 +10,7 @@ import { mountTimeline } from "./timeline.js";
 const SCRIPTS = { conversation: mountItems, memory: mountCharts, metrics: mountCharts, placement: mountPlacement, samples: mountItems, timeline: mountTimeline };
 
 const SILENT_S = 30; // without a word of the kernel, which says every 5 s that it is there
-const GONE = "Disconnected: no sign of the kernel. What is below is the last that it sent.";
+const GONE = "Disconnected: the kernel does not answer. Below is the last state that it sent.";
 
 let panels = 0;
 

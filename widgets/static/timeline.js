@@ -5,8 +5,8 @@ import { replace } from "./forms.js";
 
 const TIMELINE_HELP =
   "drag: pan; with Shift: select a range; wheel after a click, or with Ctrl: zoom. Keys: ← → pan, + − zoom, Home all, " +
-  "n p next and previous span, ↑ ↓ device, Enter details, s select the marked span or what is in sight, Esc none. " +
-  "Find spans by what they tell; Enter, n and p go through those found";
+  "n p next and previous span, ↑ ↓ device, Enter details, s select the marked span or the visible range, Esc none. " +
+  "Find spans by their text; Enter, n and p go through those found";
 const MOST_ZOOM = 50; // as in workbench_widgets/timeline.py
 const WIDTH_TO_STEP_TO = 3; // pixels: a child span that is narrower is passed over by n and p
 
@@ -222,7 +222,7 @@ export function mountTimeline(area, send) {
 
   wanted.addEventListener("input", () => {
     const found = outlineMatches();
-    live.textContent = wanted.value.trim() ? `${found} of the spans that are drawn are found` : "";
+    live.textContent = wanted.value.trim() ? `${found} of the drawn spans match` : "";
   });
   wanted.addEventListener("keydown", (event) => event.key === "Enter" && plot() && step(event.shiftKey ? -1 : 1));
 
@@ -335,5 +335,5 @@ function goToCell(from, number, code) {
   cell.scrollIntoView({ block: "center" });
   cell.classList.add("wb-tl-found");
   setTimeout(() => cell.classList.remove("wb-tl-found"), 3000);
-  return `cell [${number}] is in sight, outlined`;
+  return `cell [${number}] is shown, outlined`;
 }

@@ -119,7 +119,7 @@ def start_ahead() -> None:
 def _start_in_background() -> None:
     def go_on(text: str = "") -> None:
         if _start_cancelled.is_set():
-            raise WorkbenchError("the start of Ray", "it was given up")
+            raise WorkbenchError("the start of Ray", "it was cancelled")
 
     # `connect` tries again, and raises the error
     with contextlib.suppress(WorkbenchError), locked("head", go_on):
@@ -204,7 +204,7 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         _set_up_ray()
         if address is None:
             if head is None and not start:
-                raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
+                raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them again")
             head = head or _start_head(note)
         target = str(address or (head and head["address"]))
         note("joining Ray")
@@ -267,7 +267,7 @@ def _is_requested(ray: Any, address: str | None, head: dict[str, Any] | None) ->
         return True
     raise BadInput(
         f"address={address!r}",
-        f"this process is joined to the Ray cluster at {here}, and Ray allows one a process",
+        f"this process is joined to the Ray cluster at {here}, and Ray allows one cluster per process",
         f"restart the kernel, or use address={here!r} for all workbenches of this kernel",
     )
 

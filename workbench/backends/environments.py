@@ -11,8 +11,8 @@ from workbench.support.code_version import code_version
 SHOWN, ANSWER_S = 3, 60.0
 DATA = "datasets/"  # only the controller reads them, and the link to them is not shipped
 REMEDY = (
-    "install the same there, by a lock file or an image; or have Ray ship the code, by ray.init(address, "
-    "runtime_env={'py_modules': [workbench]}) before the workbench is opened: docs/clusters.md"
+    "install the same versions on that machine, by a lock file or an image; or let Ray send the code: ray.init(address,"
+    " runtime_env={'py_modules': [workbench]}) before you open the workbench, see docs/clusters.md"
 )
 
 
@@ -39,14 +39,14 @@ def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, A
             if not isinstance(error.cause, ImportError):
                 raise
             raise MissingDependency(
-                f"{where}: {error.cause}", "hosts import what this process imports", REMEDY
+                f"{where}: {error.cause}", "hosts must import the modules that this process imports", REMEDY
             ) from None
         except ray.exceptions.RayError:  # the machine has ended: the start of its hosts will raise the error
             continue
         if differing := _differing(mine, theirs):
             raise MissingDependency(
                 f"{where} has other code than this process: {differing}",
-                "all ranks of a workbench run the same, or their numbers are of neither", REMEDY,
+                "all ranks of a workbench must run the same code", REMEDY,
             )  # fmt: skip
 
 

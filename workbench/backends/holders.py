@@ -15,7 +15,7 @@ from workbench.errors import DevicesTaken, WorkbenchError
 from workbench.support.machine import Gpu
 
 POLL_S = 1.0
-WAIT = "wait for them with wb.open(..., wait_s=600)"
+WAIT = "wait for the devices with wb.open(..., wait_s=600)"
 
 
 def taken(
@@ -33,7 +33,7 @@ def taken(
     who += [_process(pid, gpus) for pid in sorted(on_gpus - known)]
     remedies = [f"stop it with `wb stop {record.name}`" for record in found.values()]
     remedies += [f"use it with wb.attach({record.name!r}) and lab.add(role, model)" for record in found.values()]
-    held = "; ".join(who) or "a process that cannot be seen from here"
+    held = "; ".join(who) or "a process that is not visible here"
     return DevicesTaken(error.value, f"{error.rule}. Held by: {held}", "; or ".join([*remedies, WAIT]))
 
 
@@ -60,7 +60,7 @@ def _workbench(record: registry.Record, gpus: Sequence[Gpu]) -> str:
     places = ", ".join(f"process {process.pid} on {process.machine}" for process in record.hosts.values())
     since = min(process.created_s for process in record.hosts.values())
     owner = registry.owner(record.id)
-    driver = f", driven by process {owner.process.pid}" if owner is not None and owner.lives else ", driven by nobody"
+    driver = f", driven by process {owner.process.pid}" if owner is not None and owner.lives else ", without a driver"
     return (
         f"workbench {record.name!r} of {getpass.getuser()}, {len(record.hosts)} device(s), "
         f"{bytes_text(memory)}{' of GPU memory' if on_gpu else ''}, {places}, since {_clock(since)}{driver}"

@@ -147,19 +147,19 @@ class Hosts:
             self.note_outcome(pool.name, what, pending)
         if late := self.pending_cleanup.get(pool.name):
             raise StageError(
-                f"pool {pool.name!r} is still at work on {late[0][0]}, which was given up",
-                "its hosts load, or wait for each other, and answer when that is over",
-                "try again in a while; where it lasts, lab.recover() starts them again",
+                f"pool {pool.name!r} still works on {late[0][0]}, which was cancelled",
+                "its hosts are loading or waiting for each other, and answer when they have finished",
+                "try again in a while; if this does not end, lab.recover() restarts the hosts",
             )
         if pool.name in self.lost:
-            remedy = "lab.recover() starts it again, and goes on from the last checkpoint"
+            remedy = "lab.recover() restarts it and continues from the last checkpoint"
             if pool.roles == (ROLLOUT,):
-                remedy = "lab.recover() starts it again: nothing goes back"
+                remedy = "lab.recover() restarts it; nothing goes back to a checkpoint"
             elif len(pool.roles) == 1 and role != self.description.lead:
-                remedy = f"lab.drop({role!r}) and lab.add(...) it anew: the other roles are whole"
+                remedy = f"lab.drop({role!r}), then lab.add(...) it again: the other roles are not affected"
             raise HostDied(
-                f"pool {pool.name!r} was lost in {self.lost[pool.name]}",
-                "it has lost a host, or its ranks no longer agree",
+                f"pool {pool.name!r} was lost during {self.lost[pool.name]}",
+                "one of its hosts has ended, or its ranks no longer have the same state",
                 remedy,
             )
 

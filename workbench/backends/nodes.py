@@ -54,10 +54,10 @@ def nodes_of_hosts(ray: Any, infos: Sequence[HostInfo]) -> list[str]:
     found = place(free, None if os.environ.get(CROSS_MACHINES) else groups)
     if found is None and max(groups) > 1 and not os.environ.get(CROSS_MACHINES):
         raise (DevicesTaken if place(total, groups) else BadInput)(
-            f"tensor groups of {max(groups)} GPUs, where machines have "
+            f"tensor groups of {max(groups)} GPUs, but machines have "
             + ", ".join(f"{count} of {total[name]}" for name, count in free.items() if total[name]) + " free",
             "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
-            f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
+            f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to spread them over machines",
         )  # fmt: skip
     return list(chain(*found or ()))
 

@@ -34,7 +34,7 @@ END_GRACE_S = 10
 SAID = 160  # characters of Ray's message
 LOOK_S = 0.5  # how often to check whether the head lives
 POLL_S = 0.2
-BACK = "lab.recover() starts it again; all goes on from the last checkpoint, unless only rollout workers died"
+BACK = "lab.recover() restarts it; all roles go back to the last checkpoint, unless only rollout workers died"
 # Methods of hosts that a kernel which does not drive the workbench may call.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # variables that hosts set themselves: changes in the notebook are not sent
@@ -68,8 +68,8 @@ class RayPending(Pending):
             raise HostDied(
                 f"host {self._host} is gone",
                 f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
-                "lab.memory() and lab.diff(...) say what needs how much; give the models more devices or machines "
-                "(lab.move), or make batches or micro_batch_tokens smaller; " + BACK,
+                "lab.memory() and lab.diff(...) show how much memory each role needs; give the models more devices "
+                "or machines (lab.move), or use smaller batches or micro_batch_tokens; " + BACK,
             ) from error
         except self._ray.exceptions.RayActorError as error:
             _need_head(self._head)
@@ -78,7 +78,7 @@ class RayPending(Pending):
                 "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
                 if "ray.kill" in str(error)
                 else f"its process ended ({shorten(str(error).splitlines()[-1], SAID)}); "
-                "it was killed, by somebody or because memory ran out, or its code crashed",
+                "somebody killed it, the system killed it because memory ran out, or its code crashed",
                 f"see lab.logs(); {BACK}",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
@@ -93,8 +93,8 @@ def _need_head(address: str | None) -> None:
     if address is not None and head_is_gone(address):
         raise HostDied(
             "the Ray head of this user is gone, and all hosts with it",
-            "`ray stop` ends it, and so may the system when memory runs out; the notebook keeps its variables",
-            "lab.recover() starts them again, and goes on from the last checkpoint",
+            "`ray stop` ends it, and the system may end it when memory runs out; the notebook keeps its variables",
+            "lab.recover() restarts them and continues from the last checkpoint",
         )
 
 
@@ -112,7 +112,7 @@ class _Peers:
             try:
                 self._handles[host] = ray.get_actor(_actor_name(self._lab, host), namespace=NAMESPACE)
             except ValueError as error:
-                raise HostDied(f"host {host} is gone", "its process ended before") from error
+                raise HostDied(f"host {host} is gone", "its process has ended") from error
         # its own concurrency group: hosts that pull from each other do not wait for each other's stages
         return RayPending(ray, self._handles[host].data.remote(method, *args), host).result()
 
@@ -180,8 +180,8 @@ def _actor_class(ray: Any) -> Any:
         def _check(self, driver: str, method: str) -> None:
             if driver != self._driver and self._driver and method not in LOOKS:
                 raise NotDriving(
-                    f"{method} on host {self._host.info.name}", "another kernel has taken the workbench over",
-                    "look on, or take it back with wb.attach(name, take_over=True)",
+                    f"{method} on host {self._host.info.name}", "another kernel has taken over the workbench",
+                    "only read it, or take it back with wb.attach(name, take_over=True)",
                 )  # fmt: skip
 
     return ray.remote(concurrency_groups={"data": 4, "control": 2})(HostActor)
@@ -195,8 +195,8 @@ def _sending(host: str) -> Iterator[None]:
     except TypeError as error:  # Ray's message shows the whole argument, over pages
         raise BadInput(
             f"an argument cannot be sent to host {host}: {error.__cause__ or error}",
-            "Ray sends a function with what it reads, also one with own_process=False",
-            "make locks, clients and models inside it, when it is first called, or use backend='inline'",
+            "Ray sends a function together with the objects that it uses, also with own_process=False",
+            "create locks, clients and models inside the function, at its first call, or use backend='inline'",
         ) from None
 
 
@@ -277,7 +277,7 @@ class RayBackend(Backend):
             _need_head(self._head)
             self._looked_s = time.monotonic()
         if host not in self._actors:
-            raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
+            raise HostDied(f"host {host} is gone", "the rows that it kept are lost", "run their stages again")
         return self._actors[host]
 
     def check(self, infos: Sequence[HostInfo]) -> None:
@@ -295,8 +295,8 @@ class RayBackend(Backend):
         if round(gpus * len(pools), 4) > round(free, 4):
             raise BadInput(
                 f"{len(pools)} new processes, each with {gpus:g} GPU",
-                f"the cluster has {free:g} free, and those of the old processes are free when these have ended",
-                "keep pools (by name and number of devices), or open anew",
+                f"the cluster has {free:g} free GPUs; the GPUs of old processes become free only when these have ended",
+                "keep pools (by name and number of devices), or close and open again",
             )
 
     def start(self, infos: Sequence[HostInfo]) -> None:
@@ -396,7 +396,7 @@ class RayBackend(Backend):
                 free, total = (f().get(kind, 0) for f in (ray.available_resources, ray.cluster_resources))
                 raise DevicesTaken(
                     f"{len(infos)} device(s) for pool {infos[0].pool!r} are not free",
-                    f"of {total:g} {kind}(s) of the cluster {free:g} are",
+                    f"{free:g} of the cluster's {total:g} {kind}(s) are free",
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group
@@ -415,8 +415,8 @@ class RayBackend(Backend):
                 lost.add(info.name)
                 if len(lost) == len(infos):
                     raise HostDied(
-                        f"all hosts of workbench {self._lab} are gone", "nothing of it lives",
-                        "open it again with if_exists='replace', or go on from a checkpoint with wb.restore(path)",
+                        f"all hosts of workbench {self._lab} are gone", "none of its processes is left",
+                        "open it again with if_exists='replace', or continue from a checkpoint with wb.restore(path)",
                     ) from error  # fmt: skip
         return lost
 

@@ -66,7 +66,7 @@ def _check_certificates() -> None:
         if not os.access(os.environ.get(name, ""), os.R_OK):
             raise BadInput(
                 f"{name}={os.environ.get(name)!r}",
-                "RAY_USE_TLS=1 asks for three files: " + ", ".join(CERTIFICATES),
+                "RAY_USE_TLS=1 needs three files: " + ", ".join(CERTIFICATES),
                 "set it to a file that this user can read, or unset RAY_USE_TLS",
             )
 
@@ -131,7 +131,7 @@ def no_answer(target: str, reason: str) -> WorkbenchError:
     """Return the error for a cluster that cannot be joined."""
     return WorkbenchError(
         f"no Ray cluster answers at {target!r} ({reason})",
-        "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "
-        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as on the machine of the head",
+        "address= must be the host:port of a running head, and this process must have its token: RAY_AUTH_TOKEN, "
+        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token",
         "start one with `ray start --head`, or leave address= out",
     )

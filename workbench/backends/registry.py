@@ -75,7 +75,7 @@ def check_name(name: str) -> str:
     """Return `name`; raise `BadInput` if no workbench can have this name."""
     text = isinstance(name, str) and name and all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
     if not text or len(name.encode()) > NAME_BYTES:
-        rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
+        rule = "a workbench's name has letters, digits, '-', '_' and '.' (not as the first), and is not empty"
         raise BadInput(
             f"name {shown(name, 80)}", f"{rule}; it has at most {NAME_BYTES} bytes", "choose another, such as 'lab'"
         )
@@ -140,7 +140,7 @@ def get(name: str) -> Record:
         names = ", ".join(record.name for record in records())
         raise NotFound(
             f"no workbench named {name!r}",
-            f"there are: {names or 'none'}; one with backend='inline' is known only to the process that opened it",
+            f"there are: {names or 'none'}; only the process that opened it knows a workbench with backend='inline'",
             "open one with wb.open(...)",
         )
     return record
@@ -163,9 +163,9 @@ def description(record: Record) -> Description:
         module = f"module {error.name!r}" if isinstance(error, ImportError) and error.name else str(error)
         raise MissingDependency(
             f"workbench {record.name!r} was opened with code that this process cannot import: {module}",
-            "its functions and worker classes are found by the names of their modules",
+            "its functions and worker classes are imported by the names of their modules",
             "run from the folder of that module or with PYTHONPATH=<folder>; or define the function in the notebook, "
-            f"and open again. `wb stop {record.name}` works in any case",
+            f"and open the workbench again. `wb stop {record.name}` works in any case",
         ) from error
     return value
 

@@ -157,7 +157,7 @@ def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
     )
     where = f"{step.what} failed on {ranks}"
     others = len(failures) - len(same)
-    rule = f"{others} other step(s) failed otherwise" if others else ""
+    rule = f"{others} other step(s) failed with other errors" if others else ""
     remedy = f"its output is in {step.host.log_path}" if step.host.log_path else ""
     error: WorkbenchError
     if isinstance(first, HostDied):

@@ -57,7 +57,7 @@ def tree_picture(turns: Sequence[TurnPicture], title: str, *, search: str = "", 
         _line(turn, scale, search, f"wb-turn-{key}-{turn.number}", live=live, reached=turn is reached) for turn in found
     )
     role = ' role="tree" aria-label="turns of the conversation" data-steps' if live else ""
-    empty = "" if turns else '<div style="opacity:.7">no turn yet: chat.step() takes one</div>'
+    empty = "" if turns else '<div style="opacity:.7">no turn yet: chat.step() makes one</div>'
     return f'<div style="font-size:13px;color:inherit">{head}{empty}<div{role}>{lines}</div>{left_out}</div>'
 
 

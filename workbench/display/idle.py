@@ -33,13 +33,13 @@ class Cause:
 # At a time for which several hold, the first one counts.
 CAUSES = (
     Cause("transfer_s", "d", "waiting for data", "its stage pulls its inputs, and nothing computes here"),
-    Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool goes on, on other ranks alone"),
+    Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool runs on other ranks only"),
     Cause("other_pool_s", "p", "waiting for another pool", "its own pool is idle while another one works"),
     Cause(
         "controller_s", "c", "controller",
-        "nothing runs: a stage was called, its cell has not called the next one, or roles are moved or saved",
+        "nothing runs: a stage was called, its cell has not yet called the next one, or roles are moved or saved",
     ),
-    Cause("uncalled_s", "n", "nothing called", "no stage runs, and no cell is between two: it waits for you"),
+    Cause("uncalled_s", "n", "nothing called", "no stage runs, and no cell is between two stages: it waits for you"),
 )  # fmt: skip
 DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)

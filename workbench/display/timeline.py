@@ -184,8 +184,8 @@ class Timeline:
         length_s = end_s - start_s
         from_s, to_s = max(float(from_s), 0.0), length_s if to_s is None else min(float(to_s), length_s)
         if not from_s < to_s:
-            rule = f"there must be time between the two, on an axis from 0 to {length_s:.3f} s"
-            raise BadInput(f"sums from {from_s} to {to_s}", rule, "give seconds as the axis of the picture has them")
+            rule = f"the end must be after the start, on an axis from 0 to {length_s:.3f} s"
+            raise BadInput(f"sums from {from_s} to {to_s}", rule, "give seconds on the axis of the picture")
         return sums_of(self.rows, self.gaps, self.present, start_s, (start_s + from_s, start_s + to_s))
 
     def __repr__(self) -> str:
@@ -252,7 +252,7 @@ def timeline(
     start = start if start is not None else min((row["start_s"] for row in rows), default=0.0)
     end = end if end is not None else max((row["end_s"] for row in rows), default=start)
     if end < start:
-        raise BadInput(f"timeline from {start} to {end}", "the start must not lie after the end", "swap the two")
+        raise BadInput(f"timeline from {start} to {end}", "the start must not be after the end", "swap the two")
     here = [row for row in rows if row["end_s"] >= start and row["start_s"] <= end]
     lanes = lanes_of(((row["pool"], row["device"]) for row in here), devices)
     found = DeviceSpans(rows, lanes)  # all rows: a cell that called earlier stages too may be between two of them

@@ -71,7 +71,7 @@ class Traffic:
                 told += f" ({self.total_bytes / self.minimum_bytes:.2f} times)"
         if self.seconds:
             slowest = max(self.seconds, key=lambda name: self.seconds[name])
-            told += f"; longest on its way: to {slowest}, {self.seconds[slowest]:.2f} s"
+            told += f"; slowest to arrive: to {slowest}, {self.seconds[slowest]:.2f} s"
         return told
 
 
@@ -99,7 +99,7 @@ def changed_map(changed: pd.DataFrame) -> str:
     width, left, top = max(NARROWEST, min(WIDEST, 800 // len(columns))), CHARACTER * max(map(len, rows)) + 12, 48
     right, bottom = max(left + 330, 540, left + width * len(columns) + 20), top + ROW * len(rows)
     parts = [
-        '<text x="0" y="12" font-weight="600">share of elements that an update changed, as generation gets them</text>',
+        '<text x="0" y="12" font-weight="600">share of elements that an update changed, rounded for generation</text>',
         f'<text x="{left - 6:g}" y="{top - 6}" text-anchor="end">layer</text>',
         f'<text x="{left:g}" y="{bottom + 30}">weights version after the update, in optimizer steps</text>',
     ]

@@ -140,7 +140,7 @@ class Communicator:
         if error is not None:
             raise error
         if failed:
-            raise PeerFailed("this rank did not go on", "another rank of the stage failed")
+            raise PeerFailed("this rank stopped", "another rank of the stage failed")
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
@@ -240,8 +240,8 @@ def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
         listening = socket.create_server((address, 0), family=family)
     except OSError as error:
         raise BadInput(
-            f"{address}, by which Ray knows this machine, cannot be listened on ({error})",
-            "the ranks of a pool meet at an address of their machine",
+            f"cannot listen on {address}, the address that Ray has for this machine ({error})",
+            "the ranks of a pool connect through an address of their machine",
             "start Ray with --node-ip-address=<an address of this machine>",
         ) from error
     port = listening.getsockname()[1]
@@ -271,7 +271,7 @@ def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None)
     elif dist.get_world_size() != size:
         raise BadInput(
             f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
-            "torch has one default group a process",
+            "torch has one default group per process",
             "open the workbench in a process of its own, or with backend='ray'",
         )
     return store

@@ -74,7 +74,7 @@ class Notebook:
 def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     """Read the cells of an .ipynb file of format 4. Raises `BadInput` for other files and other languages."""
     path = path_of(path, "notebook")
-    rule = "a notebook file of Jupyter, format 4, with a Python kernel"
+    rule = "it must be a Jupyter notebook file, format 4, with a Python kernel"
     try:
         content = read_json(path)
         found = checked("cells", content["cells"], list[dict[str, Any]])
@@ -90,7 +90,7 @@ def read_notebook(path: str | os.PathLike[str]) -> Notebook:
         kind = "" if isinstance(error, BadInput) else f"{type(error).__name__} "
         raise BadInput(f"{path}: {kind}{error}", rule, remedy) from None
     if language != "python":
-        raise BadInput(f"{path} is written in {language}", rule, "only Python becomes a script")
+        raise BadInput(f"{path} is written in {language}", rule, "only Python can become a script")
     return Notebook(path.name, cells, metadata)
 
 
@@ -143,7 +143,7 @@ def _read(cell: Cell) -> tuple[str, list[str]]:
 
     given, told = cell.text.strip(), list[str]()
     if given.startswith("%%timeit"):
-        told.append(f"`{given.splitlines()[0].rstrip()}` is left out, with what it runs")
+        told.append(f"`{given.splitlines()[0].rstrip()}` is left out, with the code that it runs")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = str(TransformerManager().transform_cell(_cell_magic(cell) if given.startswith("%%") else cell.text))
@@ -154,7 +154,7 @@ def _read(cell: Cell) -> tuple[str, list[str]]:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, said = getattr(error, "lineno", None), getattr(error, "msg", error)
             where = f", line {line}" if line else ""
-            raise BadInput(f"{cell}{where}: {said}", "cells are Python", "mend it, or tag it `skip-export`") from None
+            raise BadInput(f"{cell}{where}: {said}", "cells are Python", "fix it, or tag it `skip-export`") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
     changes = [(node, _translated(cell, node, told)) for node in calls]
     return replaced(text, changes) if changes else text, told
@@ -170,7 +170,7 @@ def _cell_magic(cell: Cell) -> str:
     if name in LOOKING_CELLS:
         return ""
     remedy = f"write it in Python, or {ASIDE}"
-    raise BadInput(f"{cell}: %%{name}", "a script is Python alone", remedy)
+    raise BadInput(f"{cell}: %%{name}", "a script has only Python", remedy)
 
 
 def _notebook_call(statement: ast.stmt) -> ast.Call | None:
@@ -190,7 +190,7 @@ def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
     assert call is not None and isinstance(call.func, ast.Attribute)
     given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
     if len(given) != len(call.args) or not given:
-        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script runs outside of a notebook", ASIDE)
     if call.func.attr in ("system", "getoutput"):  # what IPython makes of `!command`
         if isinstance(statement, ast.Expr) and only_looks(given[0]):
             told.append(f"`!{given[0]}` is left out: it only shows something")
@@ -198,11 +198,11 @@ def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
         what = "subprocess.run(..., check=True)" if call.func.attr == "system" else "subprocess.check_output(...)"
         raise BadInput(f"{cell}: !{given[0]}", f"{SHELL} is not Python", f"write {what}, or {ASIDE}")
     if call.func.attr != "run_line_magic":
-        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script runs outside of a notebook", ASIDE)
     name, line = given[0], given[1].strip() if len(given) > 1 else ""
     target = f"{ast.unparse(statement.targets[0])} = " if isinstance(statement, ast.Assign) else ""
     if name == "timeit" and not target:
-        told.append(f"`{f'%timeit {line}'.rstrip()}` is left out, with what it runs")
+        told.append(f"`{f'%timeit {line}'.rstrip()}` is left out, with the code that it runs")
         return "pass"
     if name in SILENT and not target:
         return "pass"
@@ -211,8 +211,8 @@ def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
     module, meaning = MEANINGS.get(name, ("", lambda line: None))
     found = meaning(line)
     if found is None:
-        rule = f"{SHELL} is not Python" if name in ("sx", "system", "sc", "bash", "sh") else "a script is Python alone"
-        remedy = "declare what the script needs where it is installed" if name in ("pip", "conda", "uv") else ""
+        rule = f"{SHELL} is not Python" if name in ("sx", "system", "sc", "bash", "sh") else "a script has only Python"
+        remedy = "declare the script's requirements where it is installed" if name in ("pip", "conda", "uv") else ""
         remedy = f"{remedy}, and {ASIDE}" if remedy else f"write it in Python, or {ASIDE}"
         raise BadInput(f"{cell}: %{name} {line}".rstrip(), rule, remedy)
     return f"import {module}; {target}{found}"

@@ -50,7 +50,7 @@ class Script:
 
 
 @checked_call("export_notebook")
-@stoppable("the export", ("the script is written as a whole, or not at all", "the same call again writes it"))
+@stoppable("the export", ("the script is written completely, or not at all", "call again to write it"))
 def export_notebook(
     notebook: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -74,12 +74,12 @@ def export_notebook(
     page = read_notebook(path)
     output = None if output is None else path_of(output, "output")
     if output is not None and not output.absolute().parent.is_dir():
-        raise BadInput(str(output), f"there is no folder {output.parent}", "make it first, or name another one")
+        raise BadInput(str(output), f"there is no folder {output.parent}", "create it first, or give another one")
     folders = find_record(page, path) if runs is None else [path_of(run, "runs") for run in runs]
     for folder in folders:
         if not (folder / "events.jsonl").is_file():
             raise BadInput(
-                str(folder), "a run folder has events.jsonl", "give runs/NAME/DATE, as `lab.run_folder` says"
+                str(folder), "a run folder has events.jsonl", "give runs/NAME/DATE, the value of `lab.run_folder`"
             )
     record = read_record(folders) if folders else Record((), {})
     told: list[str] = []
@@ -106,11 +106,11 @@ def _refusals() -> Iterator[None]:
     except WorkbenchError:
         raise
     except (RecursionError, MemoryError):
-        rule = "Python reads an expression of some hundred terms, not one of many thousands"
-        raise BadInput("code that is nested too deeply", rule, "write the long expression as several") from None
+        rule = "Python cannot read an expression with many thousands of terms"
+        raise BadInput("code that is nested too deeply", rule, "split the long expression into several") from None
     except (SyntaxError, ValueError) as error:  # `break` at a margin; a null character, or half a character
         rule = "the cells together must be a Python program"
-        raise BadInput(f"{type(error).__name__}: {error}", rule, "mend the cell, or tag it `skip-export`") from None
+        raise BadInput(f"{type(error).__name__}: {error}", rule, "correct the cell, or tag it `skip-export`") from None
 
 
 @_refusals()
@@ -135,7 +135,7 @@ def script_of(
     code = [cell for cell in cells if cell.exported]
     if not code:
         raise BadInput(
-            "a notebook without code", "a script needs something to do", "save the notebook, or mind `skip-export`"
+            "a notebook without code", "a script needs code", "save the notebook, or check the tags `skip-export`"
         )
     statements = [statement for cell in code for statement in statements_of(cell)]
     options, statements = take_parameters(statements, parameters)
@@ -166,15 +166,15 @@ def script_of(
     text = program(_title(cells), options, steps, bound, _explanations(cells, kept))
     for cell in code:
         lines = [ast.unparse(one.node).replace("\n    ", " ") for one in kept if one.cell is cell and cell.by]
-        told += [f"{cell}: `{'; '.join(lines)}` is in the script, and in no cell"] * bool(lines)
+        told += [f"{cell}: `{'; '.join(lines)}` is in the script, but in no cell"] * bool(lines)
     told += [f"{cell}: {said}" for cell in code for said in left_out(cell)]
     if not tagged and (possible := possible_parameters(kept)):
         names = [name for statement in possible for name in sorted(statement.names.binds)]
         places = ", ".join(dict.fromkeys(str(statement.cell) for statement in possible))
-        become = "become options where their cell in the notebook has the tag `parameters`"
+        become = "become options if their cell in the notebook has the tag `parameters`"
         none = "This script has no options of its own."
         text = _with_head(
-            text, f"{none} {', '.join(names)} {become}; or name them: `wb export NOTEBOOK --parameters NAME ...`."
+            text, f"{none} {', '.join(names)} {become}; or list them: `wb export NOTEBOOK --parameters NAME ...`."
         )
         told.append(f"{none} {', '.join(names)} ({places}) {become}, or by `--parameters {' '.join(names)}`")
     for line in reversed(missing):

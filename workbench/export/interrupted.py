@@ -117,13 +117,13 @@ def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list
         name = call.name or made_names.get(str(call.made), "")
         if call.call == "move":
             if not (name and call.placement):
-                left.append(f"{call}, of a workbench that no variable held")
+                left.append(f"{call}, of a workbench without a variable")
                 continue
             lines.append((name, "move", [call.placement]))
             needs |= {name, "wb"}
             continue
         if not name and not (call.made_as and call.lab):
-            left.append(f"{call}, of an algorithm that no variable held; give it a name in a cell")
+            left.append(f"{call}, of an algorithm without a variable; assign it in a cell")
             continue
         if not name:
             name = f"panel_{call.algorithm.lower()}"
@@ -212,7 +212,7 @@ def done_of(cell: Cell, failed: Position | None, made: Made) -> tuple[str, list[
     text = "" if failed is None else python_of(cell)
     node = next((one for one in ast.parse(text).body if failed is not None and _has(one, failed)), None)
     if node is None:
-        return "", [f"what it did is not known; it had called {made}"] * bool(made.calls or made.stages)
+        return "", [f"its effect is unknown; it had called {made}"] * bool(made.calls or made.stages)
     lines, row = text.split("\n"), first_line(node) - 1
     above, line = lines[:row], lines[row].encode()
     ended = "\n".join([*above, line[: node.col_offset].decode()]).rstrip("; \n")  # a; b
@@ -249,4 +249,4 @@ def _call_of(node: ast.stmt, made: Made) -> list[str] | None:
         found.keywords = [one for one in found.keywords if one.arg != "iterations"]
         lines[0] = ast.unparse(found)
     more = "; the next run finishes its last iteration" if call.finished_later else ""
-    return [f"# interrupted: this is what it made{more}", *lines] if lines else []
+    return [f"# interrupted: this is what it did{more}", *lines] if lines else []

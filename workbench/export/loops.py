@@ -34,7 +34,7 @@ def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> 
             if target is None and not obstacle:
                 target, obstacle = _last_target(moves[-1], statements, place)
             if target is None or obstacle:
-                told.append(f"the moves of {cells} stay steps of the script: {obstacle}")
+                told.append(f"the moves of {cells} remain steps of the script: {obstacle}")
                 continue
             result = [s for s in result if s not in moves]
             at = result.index(statement)
@@ -73,17 +73,17 @@ def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], mov
     """Why the moves cannot be folded into the opening, whichever the placement; "" if they can."""
     given = {keyword.arg for keyword in opening.keywords}
     if "placement" not in given and None in given:
-        return "what `wb.open` is given stands in a dict"
+        return "the arguments of `wb.open` are in a dict"
     # in the script's single process, `lab = wb.attach(title)` returns the opened workbench
     attached = [call for s in statements if (call := _call_of_workbench(s, "attach")) and name in s.names.binds]
     again = sum(name in s.names.binds for s in statements) - sum(_title(c) == _title(opening) for c in attached)
     if again > 1:
-        return f"{name!r} is made more than once"
+        return f"{name!r} is assigned more than once"
     if not all(isinstance(s.node, ast.Expr | ast.Assign) and _is_move(s.node.value, name) for s in moves):
-        return "they stand inside of other lines"
+        return "they are inside other statements"
     bound = {n for s in moves for n in s.names.binds}
     read = sorted(bound & {n for s in statements if s not in moves for n in s.names.needs})
-    return f"what they return, {read[0]!r}, is used" if read else ""
+    return f"their result, {read[0]!r}, is used" if read else ""
 
 
 def _last_target(move: Statement, statements: Sequence[Statement], place: int) -> tuple[str, str]:
@@ -91,12 +91,12 @@ def _last_target(move: Statement, statements: Sequence[Statement], place: int) -
     call = getattr(move.node, "value", None)
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
     if call.func.attr != "move" or not isinstance(call.func.value, ast.Name) or len(call.args) != 1:
-        return "", "where they lead to is known only when they are run; a record of the run would tell"
+        return "", "their target is known only at run time, or from a record of the run"
     before = {n for s in statements[:place] for n in s.names.binds}
     later = {n for s in statements[place:] for n in s.names.binds}
     names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name) and not builtin(node.id)}
     late = sorted(n for n in names if n not in before or n in later)
-    return ("", f"{late[0]!r} is made after the workbench is opened") if late else (ast.unparse(call.args[0]), "")
+    return ("", f"{late[0]!r} is assigned after the workbench is opened") if late else (ast.unparse(call.args[0]), "")
 
 
 def _with_placement(statement: Statement, placement: str) -> Statement:

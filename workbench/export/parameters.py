@@ -48,7 +48,7 @@ def take_parameters(
         if parameter is None or not (tagged or parameter.name in named) or parameter.name in met:
             if parameter is not None and parameter.name in named and not tagged:
                 raise BadInput(
-                    f"{statement.cell}: {parameter.name!r}", "a parameter is assigned once, first of all", "rename it"
+                    f"{statement.cell}: {parameter.name!r}", "a parameter is assigned once, before its use", "rename it"
                 )
             left.append(statement)
             met |= statement.names.binds | statement.names.uses
@@ -56,16 +56,16 @@ def take_parameters(
         if parameter.name not in found and any(parameter.name.lower() == other.lower() for other in found):
             raise BadInput(
                 f"{statement.cell}: {parameter.name!r}",
-                "options are told apart by letters, not their case",
+                "names of options must differ in more than upper and lower case",
                 "rename it",
             )
         before = found.pop(parameter.name, parameter)
         found[parameter.name] = replace(parameter, help=parameter.help or before.help)
     for name in named:
         if name not in found:
-            rule = "a parameter is assigned a plain value (a number, text, list, ...) at the margin of a cell"
+            rule = "a parameter gets a plain value (a number, text, list, ...) at the margin of a cell"
             there = sorted(p.name for s in statements if (p := _parameter(s)) is not None)
-            raise BadInput(f"parameter {name!r}", rule, f"there are {', '.join(there) or 'none'}")
+            raise BadInput(f"parameter {name!r}", rule, f"possible parameters: {', '.join(there) or 'none'}")
     return list(found.values()), left
 
 

@@ -345,9 +345,9 @@ def formatted(text: str) -> str:
     for command in (sort, shape):
         done = subprocess.run([*ruff, *command], input=text, capture_output=True, text=True)
         if "No module named ruff" in done.stderr:
-            raise MissingDependency("ruff is not installed", "it formats exported scripts", "pip install ruff")
+            raise MissingDependency("ruff is not installed", "exported scripts are formatted by it", "pip install ruff")
         if done.returncode:
             said = next(iter(done.stderr.splitlines()), f"it ended with {done.returncode}")
-            raise BadInput(f"ruff: {said}", "the script must be a Python program", "mend the cell that it names")
+            raise BadInput(f"ruff: {said}", "the script must be a Python program", "correct the cell that it names")
         text = done.stdout
     return text

@@ -72,7 +72,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
     """
     parameters = parameters_of(script)
     if any(name.lower() == "output" for name in parameters):
-        raise BadInput("a parameter OUTPUT", "--output of the script says where the proof finds what it reports",
+        raise BadInput("a parameter OUTPUT", "the proof needs the script's option --output for the results",
                        "give the parameter another name")  # fmt: skip
     beside = str(notebook.parent.resolve())  # what a notebook imports from there, its script does as well
     with tempfile.TemporaryDirectory(prefix="wb-proof-") as folder:
@@ -99,7 +99,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
                 if done.returncode:
                     last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
                     raise ProofFailed(
-                        f"the {name} ended with exit code {done.returncode}:\n{last}\n", "both must run to their ends"
+                        f"the {name} ended with exit code {done.returncode}:\n{last}\n", "both must run to the end"
                     )
             finally:  # ends workbenches that were left open: no later process would find them
                 end = [sys.executable, "-m", "workbench.launch.execute"]
@@ -121,8 +121,8 @@ def _notebook_command(
             cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
             apart -= own_names
     if apart:
-        rule = "the notebook is given its value in a cell tagged `parameters`; it has no count of a loop of --loops"
-        raise BadInput(f"a proof with {min(apart)}", rule, "tag the cell that assigns it, in place of --parameters")
+        rule = "the notebook gets values only in a cell tagged `parameters`, and has no loop counts of --loops"
+        raise BadInput(f"a proof with {min(apart)}", rule, "tag the cell that assigns it, instead of --parameters")
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")
     where = [str(written), str(path.parent.resolve())]

@@ -71,7 +71,7 @@ def read_record(folders: Iterable[Path]) -> Record:
                 settings.append(
                     f"{details.get('setting')!s:.80} was set to {shown(details.get('after'))} "
                     f"by {details['by']!s:.20}, "
-                    f"after iteration {details.get('iteration')!s:.9} began: no cell does that, nor the script; "
+                    f"after iteration {details.get('iteration')!s:.9} began: neither a cell nor the script does that; "
                     "write it into a cell"
                 )
             elif kind == "run" and isinstance(details.get("cell"), int) and details["cell"]:
@@ -106,8 +106,8 @@ def read_record(folders: Iterable[Path]) -> Record:
 def _lost(number: int, made: Made) -> str:
     """Describe a cell whose kernel ended while it ran; it is missing from the runs."""
     return (
-        f"In [{number}] was under way when its kernel ended, and is not among the cells that were run. It called "
-        f"{made}: a script in the order of the run does not"
+        f"In [{number}] was running when its kernel ended, and is not recorded as a cell that was run. It called "
+        f"{made}: a script in the order of the run does not do that"
     )
 
 
@@ -140,13 +140,13 @@ def doubts(notebook: Notebook, record: Record | None) -> list[str]:
     told = []
     never = [cell for cell in code if last[id(cell)] is None]
     if len(never) < len(code):
-        told += [f"{cell} is on the page, and was not run" for cell in never]
+        told += [f"{cell} is on the page, but was not run" for cell in never]
     if record is not None and record.runs:
         told += _against_record(notebook, code, record)
     ran = [(cell, number) for cell in code if (number := last[id(cell)]) is not None]
     for (one, first), (two, second) in pairwise(ran):
         if second < first:
-            told.append(f"{two} was run before {one}, which stands above it")
+            told.append(f"{two} was run before {one}, which is above it")
     told += _stale(ran)
     return told
 
@@ -176,7 +176,7 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
     for run in gone:
         if run.id not in edited:
             first = next(iter((run.text() or "").strip().splitlines()), "")
-            told.append(f"In [{run.number}] was run, and is no longer on the page" + f": {first:.60}" * bool(first))
+            told.append(f"In [{run.number}] was run, but is no longer on the page" + f": {first:.60}" * bool(first))
     return told
 
 
@@ -188,7 +188,7 @@ def _stale(ran: Sequence[tuple[Cell, int]]) -> list[str]:
         for maker, made in ran[:place]:
             common = sorted(names[id(maker)][0] & names[id(cell)][1])
             if made > number and common:
-                told.append(f"{cell} is stale: {maker} has made {common[0]!r} anew since")
+                told.append(f"{cell} is stale: {maker} has assigned {common[0]!r} again after it")
     return told
 
 
@@ -230,7 +230,7 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
     if _names(cell)[0] & _needed(others) - {name for other in others for name in _names(other)[0]}:
         return cell
     first = rest.lstrip("; \n").splitlines()[0]
-    told.append(f"{cell} failed at `{first:.60}`, which is not in the script, nor what comes after it in that cell")
+    told.append(f"{cell} failed at `{first:.60}`, which is not in the script, and neither is the rest of that cell")
     return cut
 
 
@@ -262,7 +262,7 @@ def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], 
         ready = next((n for n in range(at, len(cells)) if needs <= bound[n]), None)
         if ready is None:
             lacks = ", ".join(sorted(needs.difference(*bound[-1:])))
-            missing.append(f"the panel, {where}, called {'; '.join(lines)}, and no cell makes {lacks}")
+            missing.append(f"the panel, {where}, called {'; '.join(lines)}, but no cell assigns {lacks}")
             continue
         by = "the panel" if any(call.by_panel for call in calls) else "a button or a thread"
         text = "\n".join([f"# by {by}, not by a cell", *lines])
@@ -274,7 +274,7 @@ def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]
     """The cells in execution order, with the text that was executed: of a cell that failed or was interrupted, the part
     that had run; panel calls included. The page's text comes before the first run of the cell below it."""
     if not record.runs:
-        raise BadInput("a notebook without a record", "cells are recorded from the moment a workbench is opened",
+        raise BadInput("a notebook without a record", "cells are recorded only after a workbench is opened",
                        "give the run folder with --run, or export --as-written")  # fmt: skip
     above: dict[int, list[Cell]] = {}
     waiting: list[Cell] = []
@@ -310,10 +310,10 @@ def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:
     text = next((cell.text for cell in notebook.code if cell.digest == run.digest), None) or run.text()
     if text is not None:
         return text
-    where = "a deleted cell" if on_page is None else f"cell {on_page.number}, edited since,"
+    where = "a deleted cell" if on_page is None else f"cell {on_page.number}, edited later,"
     raise BadInput(
         f"{where} that was run as In [{run.number}]",
-        "a script has the text that was run; the page lacks it, and so does the history of IPython, which keeps it on "
-        "the machine and for the user that ran the notebook",
-        "put the cell back as it was run and save the notebook; or export --as-written",
+        "the text that was run is neither on the page nor in the history of IPython, which exists only on "
+        "the machine, and for the user, that ran the notebook",
+        "restore the cell's text as it was run and save the notebook; or export --as-written",
     )

@@ -258,16 +258,16 @@ def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
         node, names = statement.node, statement.names
         read_by_class, global_inside = own_names(statement.text)
         if early := sorted(n for n in names.uses & everywhere - bound - names.binds if builtin(n)):
-            rule = "a later cell makes a variable of that name, which in a function hides the builtin from its start"
+            rule = "a later cell assigns that name, which hides the builtin in the whole function main"
             raise BadInput(f"{statement.cell} reads the builtin {early[0]!r}", rule, "rename that variable")
         if twice := sorted(read_by_class & inside):
-            rule = "a class body that reads a variable of a function cannot bind the same name"
+            rule = "a class body that reads a variable of a function cannot assign the same name"
             raise BadInput(f"{statement.cell}: {twice[0]!r} in a class body", rule, "rename one of the two")
         if hidden := sorted(global_inside & everywhere):
-            rule = "a function around it has a variable of its own with that name, which `nonlocal` would mean"
+            rule = "a function around it has its own variable with that name, to which `nonlocal` would refer"
             raise BadInput(f"{statement.cell}: global {hidden[0]}", rule, "rename one of the two")
         if _is_star(statement) and bound:
-            rule = "it may bring a name that has a value by then; a script imports at its top"
+            rule = "it may import a name that is already assigned, because a script imports at its top"
             remedy = "import the names that you need, or move it up"
             raise BadInput(f"{statement.cell}: {ast.unparse(node)}", rule, remedy)
         bound |= names.binds if not statement.is_import else set()
@@ -278,10 +278,10 @@ def _refuse_notebook_only(statement: Statement) -> None:
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         if called == "input":
             remedy = "make it a parameter: an assignment in a cell tagged `parameters`"
-            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", "a script runs with nobody there", remedy)
+            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", "nobody can answer while a script runs", remedy)
         if called in ("globals", "locals", "exec", "eval") and "runpy.run_path" not in statement.text:
-            rule = "variables of the notebook are those of the function main in a script, which it does not reach"
-            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", rule, "name the variables themselves")
+            rule = "in a script the notebook's variables are local to the function main, which it cannot reach"
+            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", rule, "use the variables directly")
         if called == "get_ipython":
             remedy = "write it in Python, or tag the cell `skip-export` if the script does not need it"
             raise BadInput(f"{statement.cell}: {ast.unparse(node)}", "a script has no notebook around it", remedy)
@@ -290,15 +290,15 @@ def _refuse_notebook_only(statement: Statement) -> None:
 def _missing(name: str, statement: Statement, makers: dict[str, list[Cell]], left_out: bool) -> BadInput:
     value = f"{statement.cell} needs {name!r}"
     if name in SHOWN_LAST or (name[:1] == "_" and name[1:].lstrip("i").isdigit()):
-        return BadInput(value, "it is what the notebook showed last, and a script shows nothing", "give it a name")
+        return BadInput(value, "it is the notebook's last output, which a script lacks", "assign the value to a name")
     if name not in makers:
-        rule = "no cell makes it: the one that did was deleted, changed or interrupted, or is tagged `skip-export`"
+        rule = "no cell assigns it: the cell that did was deleted, changed or interrupted, or is tagged `skip-export`"
         return BadInput(value, rule, "add the cell again; `Restart Kernel and Run All Cells` shows what is missing")
     if left_out:
-        rule = f"the line of {makers[name][0]} that makes it is left out: it needs a notebook around it"
+        rule = f"the line of {makers[name][0]} that assigns it is left out: it needs a notebook"
         return BadInput(value, rule, "tag the cell `skip-export`, too")
     below = [cell for cell in makers[name] if cell.number > statement.cell.number]
     if not below:
-        return BadInput(value, "it is made later, or was deleted before", "put the line that makes it before this one")
-    rule = f"it is made by {below[0]}, further down the page"
+        return BadInput(value, "it is assigned later, or was deleted before", "put its assignment before this line")
+    rule = f"it is assigned by {below[0]}, further down the page"
     return BadInput(value, rule, "move that cell up, or export in the order in which cells were run: `--as-run`")

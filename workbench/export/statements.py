@@ -117,8 +117,8 @@ def names_of(text: str) -> Names:
     try:
         top = symtable.symtable(text, "cell", "exec")
     except SyntaxError as error:
-        rule = "names of a cell are those of the notebook"
-        raise BadInput(f"{text.strip():.60}: {error}", rule, "mend it, or tag the cell `skip-export`") from None
+        rule = "names of a cell must be valid as names of a notebook"
+        raise BadInput(f"{text.strip():.60}: {error}", rule, "correct it, or tag the cell `skip-export`") from None
     tree = ast.parse(text)
     here = list(at_margin(tree.body))
     augmented = {n.target.id for n in here if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}

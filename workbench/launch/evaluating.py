@@ -44,7 +44,7 @@ def evaluate_checkpoint(
     with opened_checkpoint("evaluate", path, backend=backend, runs=runs) as lab:
         source = lab.description.prompts
         if not data and source is None:
-            raise BadInput(f"wb evaluate {path} without data", "it was opened without prompts", "name a data set")
+            raise BadInput(f"wb evaluate {path} without data", "the checkpoint has no prompts", "give a data set")
         sets = {one: one for one in data} or {TRAINED_ON: source}
         return lab.evaluate(sets, samples=samples, sampling=drawn, n=n, reward=function, threshold=threshold, seed=seed)  # type: ignore[return-value]
 
@@ -65,7 +65,7 @@ def opened_checkpoint(purpose: str, path: str | Path, *, backend: str, runs: str
 def verifier(name: str) -> Any:
     """Return a function of `wb.verifiers` by name."""
     if name not in VERIFIERS:
-        rule = f"there are {', '.join(VERIFIERS)}"
+        rule = f"the verifiers are {', '.join(VERIFIERS)}"
         raise BadInput(f"--reward {name}", rule, remedy_for(name, VERIFIERS, "--reward {}".format))
     return getattr(verifiers, name)
 

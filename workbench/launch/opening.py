@@ -107,13 +107,13 @@ def say_at_opening(lab: Workbench) -> None:
     for told in _about_prompts(lab):
         print(told)
     if 0 < description.gpus < 1:
-        print(f"each of the {description.devices} devices is {description.gpus:g} of a GPU, and of its memory")
+        print(f"each of the {description.devices} devices has {description.gpus:g} of a GPU and of its memory")
     for role, model in description.models.items():
         if model.trained and model.training is not None and (doubt := model.training.learning_rate_warning(role)):
             print(doubt)
     if in_notebook() and description.backend == "ray":
         name = lab.name
-        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), until lab.close() or `wb stop {name}`")
+        print(f"{name} outlives this kernel (wb.attach({name!r})), until lab.close() or `wb stop {name}`")
 
 
 def _about_prompts(lab: Workbench) -> list[str]:
@@ -122,7 +122,7 @@ def _about_prompts(lab: Workbench) -> list[str]:
     read = [f"prompts are read as {source.read_as}"] if source is not None and source.read_as else []
     if source is not None and source.other_tools:
         read.append(
-            f"column 'tools' of {source.other_tools} rows is not shown to the model: it is no list of JSON schemas, "
+            f"column 'tools' of {source.other_tools} rows is not shown to the model: it is not a list of JSON schemas, "
             'such as [{"type": "function", "function": {"name": "add", "parameters": {...}}}]'
         )
     first = source.at(source.position) if isinstance(source, Prompts) else None
@@ -268,11 +268,11 @@ def _check_same(description: Description, living: Collection[str], if_exists: st
     elif description.digest not in living:
         refused = _what_differs(description)
     elif restoring is not None:
-        refused = "what lives is not put back to a checkpoint"
+        refused = "a running workbench is not restored to a checkpoint"
     else:
         return
     raise NameTaken(
-        f"a workbench named {description.name!r} lives", refused,
+        f"a workbench named {description.name!r} runs", refused,
         "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
     )  # fmt: skip
 
@@ -310,8 +310,8 @@ def _undo(lab: Workbench) -> None:
 def _left_of(name: str) -> tuple[str, str]:
     """Return what an interrupted opening has left."""
     if name in registry.opened:
-        return "it lives", f"wb.attach({name!r}) gives it"
-    return "its processes have been ended, and nothing of it is left", "the same call again opens it"
+        return "the workbench runs", f"use it with wb.attach({name!r})"
+    return "all its processes were ended", "call again to open it"
 
 
 def _begin_journal(lab: Workbench) -> None:
@@ -342,7 +342,7 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
     known = inspect.signature(open).parameters
     for name in changes:
         if name not in known or name == "resume":
-            raise BadInput(f"wb.restore(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")
+            raise BadInput(f"wb.restore(..., {name}=)", f"the arguments are those of wb.open: {', '.join(known)}")
     checkpoint = find_checkpoint(path)
     arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
     if changes.get("backend") == "inline" and "placement" not in changes:
@@ -378,7 +378,7 @@ def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
 
 
 @checked_call("wb.attach")
-@stoppable("attaching", ("the workbench is still open and unchanged", "the same call again attaches to it"))
+@stoppable("attaching", ("the workbench is still open and unchanged", "call again to attach to it"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Attach to a living workbench of this kernel or an earlier one: its groups, placement, batches (see
     `lab.batches()`), telemetry, and positions of prompts, examples and the algorithm. A new algorithm of the class that
@@ -420,15 +420,15 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     registry.opened[name] = lab
     _record(lab, "attached")
     if lost:
-        print(f"of {name}, {', '.join(sorted(lost))} is gone; lab.recover() starts it again")
+        print(f"{', '.join(sorted(lost))} of {name} is gone; lab.recover() restarts it")
     if lab.looks:
         assert owner is not None
-        print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")
+        print(f"reading {name}, driven by process {owner.process.pid}; drive it: wb.attach({name!r}, take_over=True)")
     return lab
 
 
 @checked_call("wb.stop")
-@stoppable("stopping", ("some of its processes may still run", "the same call again ends them"))
+@stoppable("stopping", ("some of its processes may still run", "call again to end them"))
 def stop(name: str) -> None:
     """Close the workbench with this name, from any process. Raises `NotFound` if there is none."""
     mine = _opened_here(name)

@@ -126,10 +126,10 @@ def options_of(main: Callable[..., Any]) -> dict[str, Option]:
         flag = "--" + name.strip("_").lower().replace("_", "-")  # --max-new-tokens for MAX_NEW_TOKENS
         default, hint = parameter.default, parameter.annotation
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise BadInput(f"{main.__name__}({parameter})", "an option is a parameter of its own, given by name")
+            raise BadInput(f"{main.__name__}({parameter})", "an option must be a parameter that can be given by name")
         taken = {option.flag: other for other, option in found.items()} | {"--help": "the help"}
         if flag in taken:
-            raise BadInput(f"{main.__name__}({name}=...)", f"{flag} is {taken[flag]}'s", "choose another name")
+            raise BadInput(f"{main.__name__}({name}=...)", f"{flag} belongs to {taken[flag]}", "choose another name")
         required = default is parameter.empty
         if hint is parameter.empty:
             hint = str if required or default is None else type(default)
@@ -169,8 +169,8 @@ def _readers(hint: Any) -> dict[str, Callable[[str], Any]]:
     if origin not in READERS:
         raise BadInput(
             inspect.formatannotation(hint),
-            "an option is a number, a text, a bool, a Literal, none, a dict, or a list or tuple of these",
-            "make it inside the function",
+            "an option must be a number, a text, a bool, a Literal, None, a dict, or a list or tuple of these",
+            "create such objects inside the function",
         )
     words, read = READERS[origin]
     return {words: read}

@@ -34,7 +34,7 @@ from workbench.support.replaced import replaced
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 FLAGS = {
-    "--keep": "leave the workbench living, for wb.attach, also where the script closes it",
+    "--keep": "keep the workbench running for wb.attach, even if the script closes it",
     "--quiet": "show no progress",
     "--traceback": "show where an error of the workbench comes from",
 }
@@ -109,7 +109,7 @@ def _close(script: of_open.Script, failed: bool) -> None:
         for lab in script.labs:
             print(lab.run_folder)
             if lab.stays and not progress.is_quiet():
-                print(f"{lab.name} lives on: wb.attach({lab.name!r}), or wb stop {lab.name}", file=sys.stderr)
+                print(f"{lab.name} keeps running: wb.attach({lab.name!r}), or wb stop {lab.name}", file=sys.stderr)
             if not lab.attached:
                 each.callback(lab.close)
             each.callback(lab.telemetry.sinks.close, failed=failed)
@@ -143,7 +143,7 @@ def _parser(main: Callable[..., Any], options: dict[str, Option]) -> Parser:
         for name, option in options.items():
             option.add_to(own, name)
     taken = {option.flag for option in options.values()}
-    every = parser.add_argument_group("options of every script", "They override what the script says.")
+    every = parser.add_argument_group("options of every script", "They override values in the script.")
     for name, option in of_open.OPTIONS.items():
         if option.flag not in taken:
             option.add_to(every, f"open.{name}")

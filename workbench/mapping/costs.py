@@ -88,10 +88,10 @@ class Constants:
 
 
 PLAUSIBLE = {
-    "passes": (0.9, 1.8, "kernels of passes, by those that were timed alone"),
-    "decoding": (0.9, 2.5, "decoding steps, by reading weights, keys and values at the memory's rate"),
-    "links": (0.7, 2.5, "collectives within a model, by those that were timed alone"),
-    "calls": (0.0, 0.1, "seconds of each rank of a call, whatever it does"),
+    "passes": (0.9, 1.8, "time of passes, relative to kernels timed alone"),
+    "decoding": (0.9, 2.5, "time of decoding steps, relative to reading weights, keys and values at the memory's rate"),
+    "links": (0.7, 2.5, "time of collectives within a model, relative to collectives timed alone"),
+    "calls": (0.0, 0.1, "fixed seconds of a call for each rank"),
 }
 """The plausible range of GPU constants: least, most, meaning."""
 
@@ -343,10 +343,10 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     """
     start = start or Constants()
     if not samples:
-        raise BadInput("nothing was measured", "constants are fitted to calls that were made", "run an iteration first")
+        raise BadInput("nothing was measured", "constants are fitted to timed calls", "run an iteration first")
     for sample in samples:
         if not sample.seconds > 0:
-            raise BadInput(f"{sample.name or 'a sample'} took {sample.seconds} s", "must be more than 0")
+            raise BadInput(f"{sample.name or 'a sample'} took {sample.seconds} s", "it must be more than 0")
     scale = np.array([getattr(start, name) or 1e-9 for name in NAMES])
     terms = np.array([[getattr(sample.terms, name) for name in NAMES] for sample in samples])
     matrix = terms * scale / np.array([[sample.seconds] for sample in samples])

@@ -181,6 +181,6 @@ def hardware(given: str | Hardware) -> Hardware:
     if given in ("this machine", "this-machine"):
         return Hardware.this_machine()
     if given not in PRESETS:
-        raise BadInput(f"hardware {shown(given)}", f"known are {', '.join(PRESETS)} and 'this machine'",
-                       "name one of these, or give a wb.mapping.Hardware(...)")  # fmt: skip
+        raise BadInput(f"hardware {shown(given)}", f"the names are {', '.join(PRESETS)} and 'this machine'",
+                       "use one of these, or a wb.mapping.Hardware(...)")  # fmt: skip
     return PRESETS[given]

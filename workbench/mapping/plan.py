@@ -131,8 +131,8 @@ class Plan:
         for role in (role for one in self.sets for role in one.roles):
             if role.inference is not None or (role.own_t_g is not None and role.layout.p * role.layout.t > 1):
                 raise BadInput(
-                    f"the plan {describe(self)}", f"its calls of {role.role} have several layouts, a placement one",
-                    "search with by_call=False for a plan that can be carried out",
+                    f"the plan {describe(self)}", f"{role.role}'s calls have several layouts, a placement has one",
+                    "search with by_call=False for a plan that can be used",
                 )  # fmt: skip
         pools: dict[str, tuple[int, tuple[str, ...]]] = {}
         layouts: dict[str, Any] = {}
@@ -219,7 +219,7 @@ class Plan:
             told.append(f"weight syncs send {self.workload.sync_share:.2%} of the weights' bytes")
         text = "; ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
         if self.used < self.devices:
-            text += f", {self.devices - self.used} of {self.devices} all of it"
+            text += f", {self.devices - self.used} of {self.devices} all the time"
         if not self.fits:
             text += f"; it does not fit: devices have {bytes_text(self.hardware.usable_bytes)} for models, see memory()"
         if other is None:
@@ -265,7 +265,7 @@ class Plan:
 
     def __repr__(self) -> str:
         told = "" if self.fits else ", but it does not fit"
-        return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} an iteration{told}>"
+        return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} per iteration{told}>"
 
     def _repr_html_(self) -> str:
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
@@ -339,12 +339,12 @@ class Plans:
         if self.chance is None:
             return ""
         after = self.plans[1]
-        told = (f"Predictions here are off by {self.error:.0%}: the best is really quicker than the next with a chance "
-                f"of {self.chance:.0%}.{''.join(f' A finding: {one}.' for one in self.findings)}")  # fmt: skip
+        told = (f"Predictions have an error of {self.error:.0%} here: the best is faster than the next with probability"
+                f" {self.chance:.0%}.{''.join(f' A finding: {one}.' for one in self.findings)}")  # fmt: skip
         if self.chance >= SURE:
             return told
-        return (f"{told} One iteration under the best decides it: if it takes more than "
-                f"{seconds_text(after.iteration_s)}, the next, {describe(after)}, is the better guess.")  # fmt: skip
+        return (f"{told} Run one iteration under the best: if it takes more than "
+                f"{seconds_text(after.iteration_s)}, the next, {describe(after)}, is probably better.")  # fmt: skip
 
     @property
     def best(self) -> Plan:
@@ -377,7 +377,7 @@ class Plans:
 
     def _caption(self) -> str:
         how = f"allocations in multiples of {self.granularity} devices, " if self.granularity > 1 else ""
-        bound = f"at most {self.gap:.1%} from the best" if math.isfinite(self.gap) else "without a bound"
+        bound = f"at most {self.gap:.1%} slower than the optimum" if math.isfinite(self.gap) else "without a bound"
         how += "exact" if self.exact else bound
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
         count = f"{self.placements_considered} placement{'s' * (self.placements_considered != 1)}"

@@ -48,7 +48,7 @@ def predict(
             sets.append(set_plan(roles, ways, pool.devices, options))
     if missing := sorted(set(placed) - {role for one in sets for role in one.names}):
         raise BadInput(
-            f"role {missing[0]!r} has no pool", f"the placement is {placement}", "name it in one of the pools"
+            f"role {missing[0]!r} has no pool", f"the placement is {placement}", "put it into one of the pools"
         )
     functions = tuple(role for role, model in models.items() if model is None)
     sets = [_sharing_cores(one, sets, hardware) for one in sets]

@@ -28,8 +28,8 @@ def nothing_fits(
     sizes = range(unit, devices + 1, unit)
     if unit > 1 and not any(one.layouts(n, fit=False) for n in sizes for one in options.values()):
         return BadInput(
-            f"granularity={unit}", f"no layout cuts these models over {unit} devices, or a multiple up to {devices}",
-            "take one that divides a machine's devices, or leave it out",
+            f"granularity={unit}", f"no layout shards these models over {unit} devices, or a multiple up to {devices}",
+            "use one that divides a machine's devices, or leave it out",
         )  # fmt: skip
     needs = {name: role.elements * (16 if role.trained else role.frozen_bytes) for name, role in roles.items()}
     told = ", ".join(f"{name} {bytes_text(n)}" for name, n in needs.items())
@@ -43,7 +43,7 @@ def nothing_fits(
         f"({told}), and the devices have {bytes_text(devices * room)} for them; beside those, a row or micro-batch of "
         f"{tokens:,} tokens takes at least {bytes_text(passing)} of a device's {bytes_text(room)}",
         f"with {', or '.join(remedies)} they fit" if remedies else
-        f"take {'shorter rows' if passing > room else 'smaller models, or many more devices'}",
+        f"use {'shorter rows' if passing > room else 'smaller models, or many more devices'}",
     )  # fmt: skip
 
 

@@ -107,18 +107,18 @@ def search(
     placed = role_models(models, workload)
     if not uncalled and (idle := [role for role in placed if role not in workload.roles]):
         raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
-                       f"leave it out, or take an algorithm that uses it: {', '.join(workload.roles)}")  # fmt: skip
+                       f"leave it out: {workload.algorithm} uses {', '.join(workload.roles)}")  # fmt: skip
     start_s = time.perf_counter()
     alone = ((ROLLOUT,),) if ROLLOUT in placed else ()
     partitions = [(*sets, *alone) for sets in partitions_of(tuple(r for r in placed if r != ROLLOUT), placement)]
     unit = granularity or 1 << ((devices - 1) // MOST_SIZES).bit_length()
     if unit > devices:
-        raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
+        raise BadInput(f"granularity={unit}", f"there are {devices} devices", "use a smaller one")
     if (most := min(map(len, partitions))) * unit > devices:
-        raise BadInput(f"placement {placement!r} on {devices} devices", f"{most} sets of at least {unit} each",
-                       f"take more devices{', or a smaller granularity' * (unit > 1)}")  # fmt: skip
+        raise BadInput(f"placement {placement!r} on {devices} devices", f"it needs {most} sets of at least {unit} each",
+                       f"use more devices{', or a smaller granularity' * (unit > 1)}")  # fmt: skip
     if t_g is not None and machine.devices_per_machine % t_g:
-        raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
+        raise BadInput(f"t_g={t_g}", f"t_g must divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
 
     def prepared(work: Workload, roles: Mapping[str, RoleModel]) -> _Search:
@@ -152,8 +152,8 @@ def partitions_of(roles: tuple[str, ...], placement: Named = "auto") -> list[Set
         return [tuple((role,) for role in roles)]
     halves = tuple(role for role in roles if role in POLICY), tuple(role for role in roles if role not in POLICY)
     if not all(halves):
-        raise BadInput("placement 'split'", "actor and reference on one half, the others on the other half",
-                       f"there are {', '.join(roles)}: take another placement")  # fmt: skip
+        raise BadInput("placement 'split'", "both halves need roles: actor and reference on one, others on the other",
+                       f"the roles are {', '.join(roles)}: use another placement")  # fmt: skip
     return [halves]
 
 

@@ -146,7 +146,7 @@ class PlacementMap:
             box = f'<span style="{BOX} transparent;background:{colour}">{short}</span>'
             key += f'<div style="line-height:2">{box} {name}: {told}'
         axes = f"{label(across)} \N{RIGHTWARDS ARROW}, {label(up)} \N{UPWARDS ARROW}"
-        return table(rows, caption=f"best placement ({axes}), its iteration, how much slower the next is") + key
+        return table(rows, caption=f"best placement ({axes}), its iteration's time, how much slower the next is") + key
 
     def _looks(self, name: str) -> tuple[str, str]:
         """Return the colour of a placement (with an alpha, so that text is readable in any theme) and its letters."""

@@ -121,8 +121,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.rows < self.updates:
-            raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update takes a row or more",
-                           "take more rows, or fewer updates")  # fmt: skip
+            raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update needs at least one row",
+                           "use more rows, or fewer updates")  # fmt: skip
         names = [call.name for call in self.calls]
         for call in self.calls:
             one_of(f"Call {call.name!r}: kind", call.kind, tuple(STAGE_OF))
@@ -229,7 +229,7 @@ def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedC
     if isinstance(model, str | Path):
         return read_plan_config(model)
     if not hasattr(model, "get_text_config"):
-        raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
+        raise BadInput(f"model {shown(model)}", "must be a size, a name or a config", f"use one of {', '.join(SIZES)}")
     return model
 
 
@@ -253,6 +253,6 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
         raise BadInput(
             f"no model for {', '.join(lost)}",
             f"{workload.algorithm} has calls of {', '.join(workload.roles)}",
-            f"name one of {', '.join(SIZES)}, a folder or a config for {lost[0]}; None, if it is a function",
+            f"give one of {', '.join(SIZES)}, a folder or a config for {lost[0]}; None, if it is a function",
         )
     return found

@@ -55,7 +55,7 @@ class ChatFormat:
         if not is_text(self.prefill):
             raise BadInput(f"ChatFormat.prefill={shown(self.prefill)}", PREFILL.rule, PREFILL.remedy)
         if taken := [name for name in self.arguments if name in _OURS]:
-            rule = f"{taken[0]!r} is given to the template in another way"
+            rule = f"{taken[0]!r} is set in another way"
             raise BadInput(f"ChatFormat.arguments={shown(self.arguments)}", rule, "leave it out")
         object.__setattr__(self, "tools", tuple(schema_of(tool) for tool in self.tools))
 
@@ -77,7 +77,7 @@ class ChatFormat:
         if self.system is not None and self.system.strip() not in self.text(tokenizer, "-"):
             raise BadInput(
                 f"ChatFormat(system={shown(self.system)})",
-                f"the chat template of {tokenizer.name_or_path!r} leaves it out",
+                f"the chat template of {tokenizer.name_or_path!r} does not show it",
                 "write it into the user's message",
             )  # fmt: skip
 
@@ -167,7 +167,7 @@ def template_warnings(
     ends = differing_ends(tokenizer), _end_warning(tokenizer)
     left = (
         f"the model does not see {', '.join(map(repr, sorted(unread)))} of rows, which the chat template of "
-        f"{tokenizer.name_or_path!r} does not read. Set chat_template in the model's folder, or take a model that was "
+        f"{tokenizer.name_or_path!r} does not read. Set chat_template in the model's folder, or use a model that was "
         "trained with these"
         if unread and tokenizer.chat_template else ""
     )  # fmt: skip
@@ -180,7 +180,7 @@ def _end_warning(tokenizer: PreTrainedTokenizerBase) -> str:
     if not behind or any(behind.startswith(token) for token in special_tokens(tokenizer)):
         return ""
     return (
-        f"the chat template of {tokenizer.name_or_path!r} ends a turn with {behind!r:.40}, which is no special token: "
+        f"the chat template of {tokenizer.name_or_path!r} ends a turn with {behind!r:.40}, not a special token: "
         f"generation does not stop there. Set wb.Sampling(stop=[{behind!r:.40}])"
     )
 
@@ -190,7 +190,7 @@ def _bos_warning(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) 
         return ""
     return (
         f"prompts begin with two {tokenizer.bos_token!r} (BOS): the chat template writes it twice, or a message begins "
-        "with it. Models are trained with one: give texts that are rendered already with chat=False, or take it out of "
+        "with it. Models are trained with one: pass rendered texts with chat=False, or remove it from "
         "chat_template in the model's folder"
     )
 
@@ -206,7 +206,7 @@ def _round_trip_warning(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     at = next((i for i, (one, two) in pairs if one != two), min(len(text), len(back)))
     before, after = (plain_text(one[max(0, at - 10) : at + 20], 40) for one in (text, back))
     return (
-        f"the tokenizer of {tokenizer.name_or_path!r} does not give texts back: {before!r} comes back as {after!r}, "
-        "and that is what reward functions read. Set clean_up_tokenization_spaces=false in tokenizer_config.json where "
-        "spaces differ, or take a tokenizer that does not change texts"
+        f"the tokenizer of {tokenizer.name_or_path!r} changes texts: {before!r} is decoded as {after!r}, "
+        "and reward functions read the decoded text. Set clean_up_tokenization_spaces=false in tokenizer_config.json "
+        "if spaces differ, or use a tokenizer that does not change texts"
     )

@@ -49,14 +49,14 @@ def rendered(
     except TooLong:
         raise BadInput(
             f"the chat template of {name!r} took more than {TIMEOUT_S:g} s for {unmarked(shown(messages, 80))}",
-            "a template writes a conversation in less than a millisecond",
-            "look at chat_template in the model's folder: it may loop; or set tokenizer.chat_template",
+            "a template usually renders a conversation in less than a millisecond",
+            "check chat_template in the model's folder for an endless loop, or set tokenizer.chat_template",
         ) from None
     except Exception as error:  # templates may raise anything
         words = f"{type(error).__name__}: {unmarked(said(error, 400))}"
         raise BadInput(
-            f"messages {unmarked(shown(messages, 80))}", f"the chat template of {name!r} refuses them: {words}",
-            "write them as the template asks for, or set tokenizer.chat_template",
+            f"messages {unmarked(shown(messages, 80))}", f"the chat template of {name!r} rejects them: {words}",
+            "write them as the template requires, or set tokenizer.chat_template",
         ) from error  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, A
         there |= {key for key, value in message.items() if value and key not in _PLAIN}
         if message["role"] not in ROLES and not reads(tokenizer, message["role"]):
             raise BadInput(
-                f"role {message['role']!r}", f"the chat template of {tokenizer.name_or_path!r} does not name it",
+                f"role {message['role']!r}", f"the chat template of {tokenizer.name_or_path!r} does not know it",
                 f"rename it to one of {', '.join(ROLES)}: 'human' is 'user', 'gpt' or 'bot' is 'assistant'",
             )  # fmt: skip
     return {name for name in there if not reads(tokenizer, name)}

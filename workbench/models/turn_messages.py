@@ -90,7 +90,7 @@ def check_template(template: Template) -> None:
     except (ValueError, TypeError, AttributeError) as error:
         raise BadInput(
             f"tool_format={shown(dict(template), 80)}",
-            f"transformers refuses it as a response template: {plain_text(str(error), 200)}",
+            f"transformers rejects it as a response template: {plain_text(str(error), 200)}",
             f"give one of {', '.join(FORMATS)}, or a template as transformers documents it",
         ) from error
 
@@ -161,7 +161,7 @@ def _calls(part: Any) -> Iterator[dict[str, Any]]:
         return
     text = part.strip()
     if not text:
-        yield _invalid(part, f"nothing stands where a call was begun: {NEEDED}")
+        yield _invalid(part, f"the call is empty: {NEEDED}")
     while text:
         name, marked, rest = text.partition("[ARGS]")
         named = bool(marked) and "{" not in name
@@ -184,17 +184,17 @@ def _call(value: Any, text: str) -> dict[str, Any]:
         function = {**value, "name": function}
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name.strip():
-        return _invalid(text, f"no name of a function: {NEEDED}")
+        return _invalid(text, f"the call has no name of a function: {NEEDED}")
     if not is_text(name):
-        return _invalid(text, f"the name of the function, {name!a:.60}, has half a character: {NEEDED}")
+        return _invalid(text, f"the name of the function, {name!a:.60}, has a broken character: {NEEDED}")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if arguments is not None and not isinstance(arguments, dict):
-        return _invalid(text, f"the arguments of {name} are no object: {NEEDED}")
+        return _invalid(text, f"the arguments of {name} are not an object: {NEEDED}")
     if not has_texts(arguments):
-        return _invalid(text, f"the arguments of {name} have half a character: {NEEDED}")
+        return _invalid(text, f"the arguments of {name} have a broken character: {NEEDED}")
     return {"type": "function", "function": {"name": name.strip(), "arguments": arguments or {}}}
 
 
@@ -226,7 +226,7 @@ def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
             raise BadInput(
                 f"a tool {dict(tool)!r:.60}",
                 "a schema is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}",
-                "write it so, or give a function",
+                "write it in this form, or give a function",
             )
         return dict(tool)
     from pydantic import TypeAdapter
@@ -245,7 +245,7 @@ def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # of many classes, also NameError for an annotation
         raise BadInput(
             f"a tool {getattr(tool, '__name__', tool)!r:.60}",
-            f"no JSON schema can be made of it: {plain_text(str(error), 200).rstrip('.!')}",
+            f"no JSON schema can be made from it: {plain_text(str(error), 200).rstrip('.!')}",
             f"give each argument a type, and describe it, as this function does:\n{EXAMPLE}\n    return a + b\n",
         ) from error
     schema["function"].pop("return", None)  # few templates show it, and models are not trained on it
@@ -272,7 +272,7 @@ def with_tools(
     if response_template(tokenizer, form) is not FORMATS["hermes"]:
         raise BadInput(
             f"tools for the chat template of {tokenizer.name_or_path!r}",
-            "it shows none, and only calls in the format 'hermes' can be told of in a system message",
+            "it does not show tools, and a system message can describe only calls in the format 'hermes'",
             "use tool_format='hermes', or set tokenizer.chat_template",
         )
     told = HERMES.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

@@ -171,7 +171,7 @@ class PlacementChange(Moves):
             where = "this machine" if self.device == "cpu" else f"cuda:{devices[0]}"
             moving = sum(self.during(n, certain=True) for n in devices)
             afterwards = self.after.least_bytes(*devices)
-            for when, needs in (("while things move", moving), ("afterwards", afterwards)):
+            for when, needs in (("during the move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
                     has = bytes_text(self.has_bytes)
                     if self.capacity_bytes is not None and self.has_bytes < self.capacity_bytes:
@@ -195,7 +195,7 @@ class PlacementChange(Moves):
     def verdict(self) -> str:
         """`fits` as a text, with the reason if the change is not possible."""
         if self.refusal is not None:
-            return f"cannot be done now: {self.refusal.value}, and {self.refusal.rule}"
+            return f"cannot be done now: {self.refusal.value}: {self.refusal.rule}"
         return {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
 
     def require_fit(self) -> None:
@@ -277,12 +277,12 @@ class PlacementChange(Moves):
         """Return a table of each device's memory as html; the slots of a CPU machine share its memory, so the table
         also has their sum. moves: whether anything changes."""
         frame, room = self.memory().set_index("device"), self.capacity_bytes
-        frame.columns = ["before", "while it moves", "after", "at most, computing"]
+        frame.columns = ["before", "during the move", "after", "at most, computing"]
         if self.device != "cuda":
             frame.loc["this machine"] = frame.sum()
         shown = frame if moves else frame[["after", "at most, computing"]].rename(columns={"after": "held"})
         rows = [{"device": name, **row.map(bytes_text)} for name, row in shown.iterrows()]
         whose = "a device" if self.device == "cuda" else "the machine"
         has = f"; {whose} has {bytes_text(room)}, {bytes_text(self.has_bytes or room)} of it for these" if room else ""
-        caption = f"memory, estimated: models and batches, without what processes need for themselves{has}"
+        caption = f"memory, estimated: models and batches, without other memory of the processes{has}"
         return table(rows, caption=caption)

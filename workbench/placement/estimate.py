@@ -363,14 +363,14 @@ def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | No
             f"Generation.gpu_memory_fraction={fraction:g}: {bytes_text(int(fraction * has_bytes))} of {where}",
             f"vLLM needs {bytes_text(needs)}: {bytes_text(memory.generation_weights)} for weights, "
             f"{bytes_text(row)} for one sequence of {settings.max_model_tokens} tokens",
-            f"use {least:g} or more, or leave gpu_memory_fraction out: what the placement leaves",
+            f"use {least:g} or more, or leave out gpu_memory_fraction: vLLM gets what the placement leaves",
         )
     others = estimate.lasting(tenant.device) - memory.generation_kv_cache
     raise BadInput(
         f"the placement {estimate.placement} leaves vLLM no key-value cache on {where}: "
-        f"{bytes_text(others)} of {bytes_text(usable_bytes(has_bytes))} are taken: "
+        f"{bytes_text(others)} of {bytes_text(usable_bytes(has_bytes))} are in use: "
         f"{largest(estimate, [tenant.device], certain=True)}",
-        f"one sequence of {settings.max_model_tokens} tokens needs {bytes_text(row)}, and computing more",
+        f"one sequence of {settings.max_model_tokens} tokens needs {bytes_text(row)}, and computation needs more",
         "use wb.open(share_memory=True), a smaller Generation.max_model_tokens, or more devices",
     )
 
@@ -387,7 +387,7 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
             f"Training.micro_batch_tokens={model.training.micro_batch_tokens:,} for {tenant.role}: a pass needs "
             f"{bytes_text(needs)} at least, beside {bytes_text(beside + memory.gradients)}",
             f"cuda:{tenant.device} has {bytes_text(has_bytes)}, {bytes_text(most - has_bytes)} too little",
-            "use a smaller one, or leave it out: as many as fit; or Training(activation_checkpointing=True)",
+            "use fewer, or leave it out (then as many as fit), or Training(activation_checkpointing=True)",
         )
 
 
@@ -435,5 +435,5 @@ def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models, *, 
     if model.dtype == "float32" and in_dtype:
         choices.append("dtype='bfloat16'")
     if estimate.device == "cuda":
-        choices.append(f"more devices: a pool of its own for {role}, or a layout (p, t, d) that cuts it")
+        choices.append(f"more devices: a pool only for {role}, or a layout (p, t, d) that shards it")
     return "use " + ", or ".join(choices or ["a smaller model"])

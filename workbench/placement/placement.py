@@ -37,8 +37,8 @@ class Pool:
         if ENVIRONMENT in self.roles and len(self.roles) > 1:
             raise BadInput(
                 f"pool {self.name!r} of {', '.join(self.roles)}",
-                "environments have processes of their own, without a device",
-                f'give them a pool: Placement.of({{..., "environments": ({self.devices}, ["{ENVIRONMENT}"])}})',
+                "environments need their own processes, which have no device",
+                f'give them their own pool: Placement.of({{..., "environments": ({self.devices}, ["{ENVIRONMENT}"])}})',
             )
 
     def share(self, rank: int, ranks: int) -> int:
@@ -91,27 +91,27 @@ class Placement:
         object.__setattr__(self, "environments", next((p for p in every if ENVIRONMENT in p.roles), None))
         if not self.pools:
             raise BadInput(
-                "a placement without pools of devices", "needs at least one", "write Placement.colocate(devices=1)"
+                "a placement without pools of devices", "it needs at least one", "write Placement.colocate(devices=1)"
             )
         names = [pool.name for pool in every]
         for what, seen in (("pool", names), ("role", [role for pool in every for role in pool.roles])):
             twice = sorted({name for name in seen if seen.count(name) > 1})
             if twice:
-                raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} stands in it once")
+                raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} may be in it only once")
         if any({"actor", ROLLOUT} <= set(pool.roles) for pool in self.pools):
             raise BadInput(
                 "roles 'actor' and 'rollout' in one pool",
-                "on its own ranks the actor generates itself",
-                "leave 'rollout' out, or give it a pool of its own",
+                "on its own ranks the actor itself generates",
+                "leave out 'rollout', or give it its own pool",
             )
         if ROLLOUT in self.layouts:
             raise BadInput(
                 f"layouts={{{ROLLOUT!r}: {self.layouts[ROLLOUT]!r}}}",
                 "rollout workers generate in groups of Generation.tensor_parallel_size",
-                "set that, and leave this layout out",
+                "set that, and leave out this layout",
             )
         if ENVIRONMENT in self.layouts:
-            raise BadInput(f"layouts[{ENVIRONMENT!r}]", "environments have processes, and no device", "leave it out")
+            raise BadInput(f"layouts[{ENVIRONMENT!r}]", "environments have processes, but no devices", "leave it out")
         layouts = {role: _layout(role, given, self.pool_of(role)) for role, given in self.layouts.items()}
         # drop explicit defaults, so that such placements are equal to those without them
         changed = {role: layout for role, layout in layouts.items() if layout.p * layout.t > 1}
@@ -172,7 +172,7 @@ class Placement:
         raise BadInput(
             f"role {check_role(role, more=(ENVIRONMENT,))!r} has no pool",
             f"this placement has {self}",
-            f"name {role!r} in one of its pools",
+            f"put {role!r} into one of its pools",
         )
 
     def layout_of(self, role: str) -> Layout:
@@ -214,13 +214,13 @@ class Placement:
             raise BadInput(
                 f"with_role({role!r}, {pool!r})",
                 f"the pools are {', '.join(known)}",
-                f"name one of these, or make it: with_role({role!r}, {pool!r}, devices=1)",
+                f"choose one of these, or make it: with_role({role!r}, {pool!r}, devices=1)",
             )
         if devices not in (None, known.get(pool, devices)):
             raise BadInput(
                 f"with_role({role!r}, {pool!r}, devices={devices})",
-                f"there is a pool of that name, of {known[pool]} devices",
-                "leave devices= out, or take a new name",
+                f"the pool of that name has {known[pool]} devices",
+                "leave out devices=, or use a new name",
             )
         pools = self._every if devices is None or pool in known else (*self._every, Pool(pool, devices, ()))
         if role in next((p.roles for p in pools if p.name == pool), ()):
@@ -241,7 +241,7 @@ class Placement:
         known = {other.name: other for other in self._every}
         if pool not in known:
             raise BadInput(
-                f"with_devices({pool!r}, {devices})", f"the pools are {', '.join(known)}", "name one of these"
+                f"with_devices({pool!r}, {devices})", f"the pools are {', '.join(known)}", "choose one of these"
             )
         pools = tuple(replace(other, devices=devices) if other.name == pool else other for other in self._every)
         layouts = dict(self._layouts)
@@ -325,7 +325,7 @@ def named_placements(roles: Sequence[str], devices: int) -> dict[str, Placement 
         if devices < len(placed):
             raise BadInput(
                 f"{len(placed)} roles on {devices} device{'s' if devices > 1 else ''}",
-                "each role on its own needs a device for each",
+                "a standalone placement needs at least one device per role",
                 "give the workbench more devices",
             )
         each, more = divmod(devices, len(placed))

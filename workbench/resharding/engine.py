@@ -99,7 +99,7 @@ def view_of(tensor: Tensor, shard: WeightShard, box: Box) -> Tensor:
     for (r0, r1, c0, c1), block in blocks(tensor, shard):
         if r0 <= box[0] and box[1] <= r1 and c0 <= box[2] and box[3] <= c1:
             return block[box[0] - r0 : box[1] - r0, box[2] - c0 : box[3] - c0]
-    raise ValueError(f"{box} lies in none of {shard.boxes}")
+    raise ValueError(f"{box} is not inside one of {shard.boxes}")
 
 
 def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard) -> None:
@@ -279,16 +279,16 @@ class ReshardingEngine:
     def _begin(self, held: Mapping[str, Tensor]) -> None:
         if held.keys() != self._held.keys():
             odd = sorted(held.keys() ^ self._held.keys())
-            raise BadInput(f"weights {odd[:3]} on rank {self.rank}", f"it holds {len(self._held)} weights by name")
+            raise BadInput(f"weights {odd[:3]} on rank {self.rank}", "the weights must be those of the plan")
         for name, shard in self._held.items():
             tensor, weight = held[name], self._weights[name]
             if tuple(tensor.shape) != shard.shape or tensor.element_size() != weight.item_bytes:
                 raise BadInput(
                     f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {self.rank}",
-                    f"the plan is for shape {shard.shape} and {weight.item_bytes} bytes an element",
+                    f"the plan is for shape {shard.shape} and {weight.item_bytes} bytes per element",
                 )
             if not tensor.is_contiguous() or tensor.dtype != next(iter(held.values())).dtype:
-                raise BadInput(f"{name} on rank {self.rank}", "all weights are contiguous and of one dtype")
+                raise BadInput(f"{name} on rank {self.rank}", "all weights must be contiguous and have the same dtype")
         self._sent, self._received = Checksums(), Checksums()  # drop those of an unfinished transition
 
 

@@ -211,7 +211,7 @@ class Plan(ABC):
                         found.setdefault((sender, moved), []).append(rank)
                         lacking = boxes.subtract(lacking, moved)
             if lacking:
-                raise BadInput(f"{weight.name} for rank {rank}", "no rank of the source holds all of it")
+                raise BadInput(f"{weight.name} for rank {rank}", "the ranks of the source do not hold all of it")
         return [Movement(weight, source, tuple(ranks), moved) for (source, moved), ranks in found.items()]
 
     def figures(self) -> Figures:

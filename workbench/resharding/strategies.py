@@ -205,8 +205,8 @@ def report(model: str | Path, train: str, generate: str, strategy: str, dtype: s
     if layout.size > MOST_RANKS:
         raise BadInput(
             f"--train {train}, {layout.size} ranks",
-            f"the matrix of who sends to whom has a place for each pair: at most {MOST_RANKS} ranks",
-            "plan fewer replicas (d): each training replica moves what every other does",
+            f"the report has a matrix of all pairs of ranks, so at most {MOST_RANKS} ranks",
+            "use fewer replicas (d): all training replicas move the same",
         )
     weights = model_weights(read_plan_config(model), dtype=dtype)
     plan = plan_transition(weights, layout, strategy)

@@ -110,7 +110,7 @@ class Weight:
             if units is None:
                 raise BadInput(
                     f"{self.name}: {part.units} units over t={t} tensor ranks",
-                    "attention heads (and columns of an MLP) stay whole: t must divide them, or be a multiple of the "
+                    "attention heads (and columns of an MLP) are not cut: t must divide them, or be a multiple of the "
                     "key-value heads",
                     f"use a t that divides {part.units}",
                 )
@@ -164,7 +164,7 @@ class ModelWeights:
         if self.layers % p:
             raise BadInput(
                 f"{self.layers} layers over p={p} pipeline stages",
-                "every stage has equally many layers: p must divide them",
+                "every stage has the same number of layers: p must divide them",
                 f"use a p that divides {self.layers}",
             )
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
@@ -214,17 +214,17 @@ def model_weights(
         shapes, base, tied = _shapes_of(config, head)
     count = int(text.num_hidden_layers)
     if count < 1:
-        raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
+        raise BadInput(f"num_hidden_layers={count}", "a model needs at least one layer")
     if head == "scalar":
         shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
     cutter = _Cutter(text, base)
     weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
     if cutter.unknown and unknown == "refuse":
         raise BadInput(
-            f"{type(config).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
-            "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "
+            f"{type(config).__name__} has layers that cannot be sharded: {', '.join(sorted(cutter.unknown))}",
+            "a layer needs a name as in Llama, Qwen2, Qwen3 and similar models, or an entry in the config's "
             "base_model_tp_plan",
-            "take a dense model of such a family",
+            "use a dense model of such a family",
         )
     return ModelWeights(tuple(weights), count)
 
@@ -243,7 +243,7 @@ def _shapes_of(config: PreTrainedConfig, head: Literal["lm", "scalar"]) -> tuple
         raise BadInput(
             f"{type(config).__name__} ({type(error).__name__}: {' '.join(str(error).split())[:200]})",
             "must be the config of a language model",
-            "take a dense model of a family such as Llama or Qwen",
+            "use a dense model of a family such as Llama or Qwen",
         ) from error
     base = model.base_model_prefix
     prefix = "" if head == "lm" else f"{base}."

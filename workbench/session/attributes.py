@@ -14,16 +14,16 @@ from workbench.workers.roles import ROLE_WORKERS
 
 _OWN = ("attached", "stays")  # attributes that opening and scripts set
 _REMEDIES = {
-    **{role: f"a role is declared in models= of wb.open, or added: lab.add({role!r}, ...)" for role in ROLE_WORKERS},
-    "prompts": "other prompts are another workbench's: wb.open(..., prompts=source); held-out ones go to "
-    "lab.evaluate(source); lab.prompts.order = function chooses among those that there are",
+    **{role: f"declare a role in models= of wb.open, or add it: lab.add({role!r}, ...)" for role in ROLE_WORKERS},
+    "prompts": "for other prompts open another workbench: wb.open(..., prompts=source); pass held-out ones to "
+    "lab.evaluate(source); lab.prompts.order = function chooses among the present ones",
     "training": "assign a role's: lab.actor.training.learning_rate = 1e-6, or lab.actor.training = wb.Training(...)",
-    "generation": "it is fixed when the engines are made: wb.open(..., generation=wb.Generation(...))",
-    "sampling": "give it to a call or an algorithm: wb.PPO(lab, sampling=wb.Sampling(temperature=0.7))",
-    "reward": "a role is declared in models= of wb.open, or added: lab.add('reward', function)",
-    "seed": "it is fixed when a workbench opens: wb.open(..., seed=1)",
+    "generation": "set it when the workbench opens: wb.open(..., generation=wb.Generation(...))",
+    "sampling": "pass it to a call or an algorithm: wb.PPO(lab, sampling=wb.Sampling(temperature=0.7))",
+    "reward": "declare a role in models= of wb.open, or add it: lab.add('reward', function)",
+    "seed": "set it when the workbench opens: wb.open(..., seed=1)",
     "placement": "move to it: lab.move(placement)",
-    "name": "it is given when a workbench opens: wb.open('name', ...)",
+    "name": "set it when the workbench opens: wb.open('name', ...)",
 }
 
 
@@ -37,7 +37,7 @@ class AdvantagesOperation:
 def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> AttributeError:
     """Return the error for an unknown `lab.name`. known: the names that exist."""
     if name == ROLLOUT:
-        rule = "the actor generates. Name 'rollout' in a pool, or lab.add('rollout', pool=...)"
+        rule = "the actor generates. Put 'rollout' into a pool, or lab.add('rollout', pool=...)"
         return AttributeError(f"this workbench has no rollout workers: {rule}")
     if name in ROLE_WORKERS:
         remedy = f"Declare it in models=, or lab.add({name!r}, ...)"
@@ -54,7 +54,7 @@ def set_attribute(lab: Any, name: str, value: Any) -> None:
     if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):
         known = [one for one in dir(lab) if not one.startswith("_")]
         remedy = _REMEDIES.get(name, "") or ("" if name in known else remedy_for(name, known, str))
-        remedy = remedy or "keep a value of your own in a variable"
+        remedy = remedy or "keep your own values in variables"
         raise BadInput(
             f"lab.{name} = {shown(value)}", "a workbench has no such setting: no stage would read it", remedy
         )

@@ -31,13 +31,13 @@ def changed(runner: StageRunner, last: PositiveInt | None = None) -> pd.DataFram
     """
     actor = runner.groups.by_role.get("actor")
     if actor is None or "watch_weights" not in actor.operations:
-        raise BadInput("changed() without an actor that workbench trains", "its worker compares the weights",
+        raise BadInput("changed() without an actor that workbench trains", "the actor's worker compares the weights",
                        "open it with an actor whose worker derives from workbench's own")  # fmt: skip
     if runner.ownership.drives and not runner.ownership.closed:
         with runner.isolated("changed"):
             taken = sum(actor.watch_weights())
         if taken:
-            note(f"lab.changed(): updates are noted from here on, against a copy of {bytes_text(taken)} in host memory")
+            note(f"lab.changed(): updates are recorded from now on, with a copy of {bytes_text(taken)} in host memory")
     found = runner.telemetry.changed()
     if doubt := barely_visible(found, actor.spec.dtype):
         warnings.warn(doubt, stacklevel=4)
@@ -53,5 +53,5 @@ def barely_visible(changed: pd.DataFrame, dtype: str | None) -> str:
     return (
         f"{100 * shares['visible']:.2g} % of the actor's weights changed in {dtype} in each of the last updates "
         f"(versions {recent['since'].iloc[0]} to {recent['version'].iloc[-1]}), {100 * shares['trained']:.3g} % in "
-        "float32: rollouts come from almost the same policy; float32 masters keep the rest"
+        "float32: rollouts come from almost the same policy; float32 masters keep the other changes"
     )

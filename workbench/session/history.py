@@ -59,7 +59,7 @@ class History:
         known = [*recorded, *sorted({*operations, "compute_advantages", "evaluate"} - {*recorded})]
         near = remedy_for(stage, known, "lab.metrics({!r})".format)
         if stage not in known and (recorded or near):
-            raise NotFound(f"metrics of stage {stage!r}", f"there are those of {', '.join(known)}", near)
+            raise NotFound(f"metrics of stage {stage!r}", f"the stages with metrics are {', '.join(known)}", near)
         return found
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
@@ -73,10 +73,10 @@ class History:
             known = sorted(set(moved["stage"]))
             if stage not in known:
                 raise NotFound(
-                    f"stage {stage!r}", f"bytes moved for {', '.join(known) or 'none'}", "choose one of these"
+                    f"stage {stage!r}", f"bytes moved for {', '.join(known) or 'no stage'}", "choose one of these"
                 )
             moved = moved[moved["stage"] == stage]
-        what = {"batch": "rows", "weights": "weights", "move": "state", None: "all that moved"}[kind]
+        what = {"batch": "rows", "weights": "weights", "move": "state", None: "all bytes"}[kind]
         return traffic(
             moved,
             names=[info.name for info in self._hosts.infos],

@@ -130,8 +130,8 @@ class Iterations:
             if self.iteration != before + 1:
                 raise BadInput(
                     f"turn {number} of lab.iterations({n}) began {self.iteration - before} iterations",
-                    "a turn is one iteration, so that a resumed script knows how many turns were made",
-                    "give each algorithm a loop of its own, or count with range",
+                    "each turn must be one iteration, so that a resumed script knows how many were made",
+                    "use one loop for each algorithm, or count with range",
                 )
 
     def passed_over(self, iterations: NonNegativeInt) -> int:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # After a failed move, how long to wait until hosts have dropped what they built for it; a healthy host may still be
 # loading a role.
 ANSWER_S = 60.0
-LEFT = ("the placement is as it was", "the same call again carries it out")
+LEFT = ("the placement is unchanged", "call again to make the change")
 
 
 class Mover:
@@ -90,20 +90,20 @@ class Mover:
             )  # fmt: skip
         if role == "actor":
             raise BadInput(
-                where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
+                where, f"all roles read tokens of the {description.lead}'s tokenizer", "open a workbench with an actor"
             )
         if role == ROLLOUT and model is not None:
             raise BadInput(
                 f"add({role!r}, {shown(model, 40)})", "rollout workers have the actor's model", "leave it out"
             )
         if role != ROLLOUT and model is None:
-            raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
+            raise BadInput(where, "a role needs a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
         pools = [other.name for other in hosts.placement.pools]
         if pool is None and (len(pools) > 1 or role == ROLLOUT):
-            own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
+            own = f"make a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
             raise BadInput(
-                where, f"a role is in one pool, and there are {', '.join(pools)}",
-                own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
+                where, f"a role is in one pool, and the pools are {', '.join(pools)}",
+                own if role == ROLLOUT else f"choose one, pool={pools[0]!r}, or {own}",
             )  # fmt: skip
         models = description.declared if role == ROLLOUT else description.declaring({role: model})
         placement = hosts.placement.with_role(role, pool or pools[0], devices)
@@ -120,13 +120,13 @@ class Mover:
         if check_role(role) not in description.models:
             alone = role in self._runner.groups.by_role
             raise BadInput(
-                where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
+                where, f"the {role} is the actor without its adapter, and holds no memory" if alone else
                 f"this workbench has {', '.join(description.models)}",
             )  # fmt: skip
         if role == description.lead:
             raise BadInput(
-                where, "its tokenizer makes the tokens that all read, and tables are put to it",
-                "close the workbench, and open one without it",
+                where, "all roles read tokens of its tokenizer, and its hosts hold the tables of lab.put",
+                "close the workbench, and open one without this role",
             )  # fmt: skip
         models = {name: model for name, model in description.declared.items() if name != role}
         return self._carry_out(description.placed(hosts.placement.without(role), models), f"dropping {role}")
@@ -138,7 +138,7 @@ class Mover:
     def _carry_out(self, description: Description, title: str) -> PlacementChange:
         """Change the workbench to another description. title: begins the message of an error during the change."""
         runner = self._runner
-        runner.require_alone(title, "that needs the roles as they are, and none at work")
+        runner.require_alone(title, "roles are not idle there, or their states are not final")
         lost = self._topology.given_up(description)
         for group in runner.groups.by_role.values():
             if group.pool.name not in lost:
@@ -179,7 +179,7 @@ class Move:
                     switching.enter_context(registry.driving(self._description.id))
                 self._runner.ownership.check_drives()  # past this line there is no going back
             except KeyboardInterrupt:
-                interrupted = StageInterrupted("it was interrupted", "nothing has moved")
+                interrupted = StageInterrupted("it was interrupted", "nothing was moved")
                 self._abandon(interrupted)
                 raise interrupted from None
             except BaseException as error:
@@ -191,7 +191,7 @@ class Move:
                 self._abandon(error)
                 raise
             left = (
-                "it could not be gone back on, and has been carried to its end",
+                "its last step cannot be undone, so it was finished",
                 "the next stage runs on the new placement",
             )
             with stoppable(self._title, left), uninterrupted():
@@ -340,16 +340,16 @@ class Move:
         lost, late = ([name for name, how in noted.items() if how == kind] for kind in ("lost", "late"))
         if isinstance(error, WorkbenchError):
             error.value = f"{self._title}: {error.value}"
-        then = "the old placement goes on as it was"
+        then = "the old placement is still in use, unchanged"
         if lost:
-            then = f"the old placement lost {', '.join(lost)}: lab.recover() starts them again"
+            then = f"the old placement lost {', '.join(lost)}: lab.recover() restarts them"
         elif late:
-            then += f", when {', '.join(late)} have ended what they had begun"
+            then += f", as soon as {', '.join(late)} finish their current work"
         if isinstance(error, WorkbenchError):
             more = "" if lost or "if_exists" in error.remedy else error.remedy  # no advice to reopen it
             error.remedy = "; ".join(filter(None, (then, more)))
         elif lost or late:
-            error.add_note(f"{self._title} came to nothing; {then}")
+            error.add_note(f"{self._title} failed; {then}")
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 

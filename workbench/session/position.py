@@ -52,7 +52,7 @@ class Position:
         saved, title, before = self.saved_algorithm, type(algorithm).__name__, self.algorithm
         left = saved and saved["under_way"] and (before is None or before.under_way) and saved["class"] != title
         if saved and left and saved["iteration"] == self._counters.iteration:
-            print(f"iteration {saved['iteration']} of {saved['class']} is left as it was: {title} begins another")
+            print(f"iteration {saved['iteration']} of {saved['class']} stays unfinished: {title} begins another")
         self.algorithm = algorithm
 
     def take_up(self, algorithm: Algorithm) -> None:
@@ -72,10 +72,10 @@ class Position:
         }
         fields = {name: as_read(value) for name, value in now["fields"].items() if name not in saved["state"]}
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
-        moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
+        moved = ", ".join(filter(None, (moved, assigned and f"{assigned} (assigned)")))
         under_way, last = saved["under_way"], self._counters.iteration  # cells may have begun other iterations since
         where = f"in iteration {saved['iteration']}" if under_way else f"after iteration {last}"
-        print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
+        print(f"{saved['class']} continues {where}{f', with {moved}' if moved else ''}")
 
     def _made(self, saved: Mapping[str, Any]) -> dict[str, Batch | MetricValues]:
         """Return what the stages of the unfinished iteration had made."""

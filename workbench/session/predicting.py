@@ -103,7 +103,7 @@ class Prediction:
         return comparison({"predicted": predicted} | ({"measured": measured} if measured else {}))
 
     def __repr__(self) -> str:
-        return f"<Prediction of {self.plan.placement}: {seconds_text(self.iteration_s)} an iteration>"
+        return f"<Prediction of {self.plan.placement}: {seconds_text(self.iteration_s)} per iteration>"
 
     def _repr_html_(self) -> str:
         rows = []
@@ -144,8 +144,8 @@ class Predictor:
         if algorithm.under_way:
             raise BadInput(
                 f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
-                "the calls of a whole iteration are timed",
-                "end it with iterate(), or give it up with restart() and run one",
+                "calibration times the calls of a whole iteration",
+                "finish it with iterate(), or abandon it with restart() and run another",
             )
         workload = self._workload(algorithm)
         known = self._calibrated()
@@ -264,7 +264,7 @@ class Predictor:
         if self.calibration is None or not self.calibration.samples:
             raise BadInput(
                 f"workbench {self._hosts.description.name!r} is not calibrated",
-                "what a placement would take is predicted from calls that were timed here",
+                "predictions for a placement come from calls that were timed in this workbench",
                 "run two iterations, then lab.calibrate()",
             )
         return self.calibration
@@ -276,7 +276,7 @@ class Predictor:
                 if self._hosts.description.device == "cuda":
                     raise BadInput(
                         f"GPUs on {', '.join(sorted(set(machines.values())))}",
-                        "their fabric and network are not measured, and the first is no such machine as this one",
+                        "their network cannot be measured here, and the GPUs may differ from those of this machine",
                         "describe them: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
                     )
                 given = self._topology.rates.hardware(machines)
@@ -288,8 +288,8 @@ class Predictor:
         found = algorithm or self._position.algorithm
         if found is None:
             raise BadInput(
-                "no algorithm has taken a step here", "its graph says what an iteration does",
-                "run one, or name it: lab.calibrate(ppo)",
+                "no algorithm has taken a step here", "its graph says which calls an iteration has",
+                "run one, or pass it: lab.calibrate(ppo)",
             )  # fmt: skip
         return found
 
@@ -304,7 +304,7 @@ class Predictor:
                                               response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
                 return replace(found, sync_share=self._sync_share(),
                                between_s=self.calibration.between_s if self.calibration else 0.0)  # fmt: skip
-        raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
+        raise NotFound("no batch with responses", f"{type(algorithm).__name__} has made none", "run an iteration first")
 
     def _sync_share(self) -> float:
         """Return the share of the bytes of the last weight sync that was sent; 1 before the first sync."""
@@ -323,9 +323,9 @@ class Predictor:
         moves = events[events["event"].isin(["move", "restored", "recovered"])]["time_s"]
         if spans.empty or (len(moves) and spans["start_s"].min() < moves.max()):
             raise BadInput(
-                f"iteration {algorithm.iteration} of {type(algorithm).__name__} was not made as models are placed now",
-                "constants are fitted to calls that were timed under the present placement",
-                "run an iteration, or two, as the first warms up",
+                f"iteration {algorithm.iteration} of {type(algorithm).__name__} was not timed under this placement",
+                "constants can be fitted only to calls that were timed under the present placement",
+                "run an iteration, or better two, because the first warms up",
             )
         drew = events[(events["event"] == "iteration")]["time_s"].max()  # its rollouts may have been generated before
         begun = float(max(spans["start_s"].min(), drew))

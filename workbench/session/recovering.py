@@ -38,7 +38,7 @@ from workbench.stages.ledger import SentRun
 from workbench.stages.runner import StageRunner
 from workbench.stages.stage import GRACE_S
 
-RECOVERY = "a recovery that did not come to its end"
+RECOVERY = "a recovery that did not finish"
 ANSWER_S = 20.0  # a running host that does not answer for this long counts as lost
 
 
@@ -50,7 +50,7 @@ def recover(
     reload: Callable[[], object],
 ) -> Checkpoint | None:
     """`lab.recover(path)`. reload: `lab.reload`, called in this kernel when hosts were restarted with edited code."""
-    left = "some roles may be as after the checkpoint, and others not", "the same call again brings all of them to it"
+    left = "some roles may have the state of the checkpoint, and others not", "call again to put back all of them"
     with stoppable("lab.recover()", left):
         checkpoint = _recover(runner, position, prompts, path)
     if runner.hosts.outdated:
@@ -62,7 +62,7 @@ def _recover(
     runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path | None
 ) -> Checkpoint | None:
     hosts, counters = runner.hosts, runner.counters
-    runner.require_alone("recover()", "it puts all roles back")
+    runner.require_alone("recover()", "a recovery puts back all roles")
     checkpoint = newest(hosts, position) if path is None else find_checkpoint(path)
     if path is None and not (position.recovering or hosts.outdated):
         lost = hosts.lost_pools(ANSWER_S)
@@ -71,12 +71,12 @@ def _recover(
             return None
         if not (lost or checkpoint or hosts.inline):
             raise BadInput(
-                "recover() where nothing has died, without a checkpoint", "it would put all back to how it was opened",
-                "go on; to begin anew, wb.open(..., if_exists='replace')",
+                "recover() without a lost host or a checkpoint", "it would put all back to the opening's state",
+                "continue your work; or begin again with wb.open(..., if_exists='replace')",
             )  # fmt: skip
     if checkpoint is None and not isinstance(hosts.backend, RayBackend):
         raise BadInput(
-            "recover() without a checkpoint, inline", "there are no processes to start again",
+            "recover() without a checkpoint, inline", "the inline backend has no processes to restart",
             "open it again with if_exists='replace', and next time with save_every=1",
         )  # fmt: skip
     # a checkpoint that does not fit is refused before anything is ended
@@ -104,7 +104,7 @@ def _recover(
         iteration=counters.iteration, seconds=time.monotonic() - began,
     )  # fmt: skip
     state = "as it was opened" if checkpoint is None else f"as after {_position(checkpoint)}, from {checkpoint.folder}"
-    started = f"pool {', '.join(sorted(lost))} started again; " if lost else ""
+    started = f"pool {', '.join(sorted(lost))} restarted; " if lost else ""
     print(f"recovered in {time.monotonic() - began:.0f} s: {started}everything is {state}")
     say_assigned(hosts.description)
     return checkpoint
@@ -124,7 +124,7 @@ def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
     runner.ownership.record()
     seconds = time.monotonic() - began
     runner.telemetry.append_event("restarted", pools=sorted(lost), seconds=seconds)
-    print(f"recovered in {seconds:.0f} s: pool {', '.join(sorted(lost))} started again; nothing went back")
+    print(f"recovered in {seconds:.0f} s: pool {', '.join(sorted(lost))} restarted; nothing went back")
 
 
 def _put_back(
@@ -167,7 +167,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
         return
     hosts, backend = runner.hosts, runner.hosts.backend
     old = [info for info in hosts.infos if info.pool in lost]
-    note("ending what is left of lost pools")
+    note("ending processes of lost pools")
     with suppress(WorkbenchError):
         backend.end(old)
     infos = [_successor(info, hosts.run_folder) if info.pool in lost else info for info in hosts.infos]

@@ -90,7 +90,7 @@ class ReloadReport:
         return table(self._rows, caption=repr(self).strip("<>"))
 
 
-TAKE = "lab.reload() takes edits over, lab.autoreload() does so before each stage"
+TAKE = "lab.reload() loads edits, lab.autoreload() does so before each stage"
 
 
 class Reloader:
@@ -109,7 +109,7 @@ class Reloader:
         self._shipped = {p: code for p, code in self._shipped.items() if p[0] in self._hosts.description.models}
         self._note_notebook_code(())
 
-    @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
+    @stoppable("lab.reload()", ("either all processes have the edits, or none", "call again to reload"))
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
@@ -126,7 +126,7 @@ class Reloader:
         file and line; an exception while any process loads the code is a `ReloadError`, whose `report` says where.
         After both, the old code goes on. Returns a report with one row per process.
         """
-        self._runner.require_alone("reload()", "stages that belong together run the same code")
+        self._runner.require_alone("reload()", "stages that belong together must run the same code")
         self._runner.scheduler.drain()
         was = self._hosts.description
         models = self._redefined() | self._given(roles)
@@ -149,7 +149,7 @@ class Reloader:
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
         self._runner.live.others[f"edited {sorted(texts) or list(report.changed)}"] = None
         for line in report.processes["kernel"].not_run:
-            print(f"this kernel has not run, and a new one does: {line}")
+            print(f"this kernel did not run a line that a new kernel would run: {line}")
         return report
 
     def autoreload(self, on: bool = True) -> None:
@@ -175,7 +175,7 @@ class Reloader:
         try:
             report = self.reload()
         except (BadInput, ReloadError) as error:
-            error.remedy = f"{error.remedy}; lab.autoreload(False) goes on with the old code".removeprefix("; ")
+            error.remedy = f"{error.remedy}; lab.autoreload(False) continues with the old code".removeprefix("; ")
             raise
         self._watched = self._files_of_hosts()
         if report:
@@ -186,20 +186,20 @@ class Reloader:
         field of the algorithm, still has the old ones."""
         held = list[tuple[str, Any, Callable[[], str | None]]]()
         if self._watched is None:
-            told = "the {} role goes on with the code of before; " + TAKE
+            told = "the {} role still runs the old code; " + TAKE
             shipped = self._shipped.get  # the code of hosts: helpers may have changed, too
             held += [(told.format(role), p, partial(shipped, (role, f))) for role, f, p in self._notebook_code()]
         for field in fields(algorithm) if algorithm is not None else ():
             if is_of_notebook(part := getattr(algorithm, field.name, None)):
                 title = type(algorithm).__name__
                 assign = f"assign it: {title.lower()}.{field.name} = {getattr(part, '__qualname__', '...')}"
-                held.append((f"{title}.{field.name} is the one of before; {assign}", part, partial(code_behind, part)))
+                held.append((f"{title}.{field.name} is still the old one; {assign}", part, partial(code_behind, part)))
         for what, part, before in held:
             now, key = _current_definition(part), f"{name_of(part)}: {what}"
             if now is not part and now is not self._told_of_cells.get(key):
                 self._told_of_cells[key] = now
                 if code_behind(now) != before():
-                    print(f"{name_of(now)}: defined again, and {what}")
+                    print(f"{name_of(now)} was defined again: {what}")
 
     def _tell_of_edits(self) -> None:
         """Print, once for each edit of a file that this kernel has loaded, that hosts still run the old code."""
@@ -216,7 +216,7 @@ class Reloader:
                 found |= set(pending.result() if pending.done() else ())
         if found:
             edited = _few(sorted(found))
-            print(f"{edited}: edited since the hosts loaded it, and they go on with the code of before; {TAKE}")
+            print(f"{edited}: edited after the hosts loaded it, and they still run the old code; {TAKE}")
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Reloader:
             if isinstance(given, type):
                 found[role] = model.changed(worker=given)
             elif not callable(given):
-                raise BadInput(where, "a role takes a function (reward, cost), or a worker class")
+                raise BadInput(where, "give a function (for reward or cost) or a worker class")
             elif model.function is None:
                 raise BadInput(
                     where, f"the {role} is a model, {model}, and has no function to replace",
@@ -291,7 +291,7 @@ class Reloader:
             try:  # hosts unpickle it after they have loaded the texts, which may define names in it
                 kinds = pickles.dumps(kinds)
             except Exception as error:
-                rule = "what hosts are to run has to pickle"
+                rule = "functions and classes for hosts must be picklable"
                 raise BadInput(f"reload({', '.join(models)}): {said(error)}", rule) from error
         kernel, done, asked = Patch(), dict[str, Patched](), list[HostInfo]()
         try:
@@ -328,12 +328,12 @@ class Reloader:
         first = next(iter(failed.values()))
         same = [name for name, patched in failed.items() if patched.error == first.error]
         others = len(failed) - len(same)
-        rule = "the old code goes on everywhere" + (f"; {others} more failed otherwise" if others else "")
-        remedy = "mend it, and reload again"
+        rule = "all processes keep the old code" + (f"; {others} more failed with other errors" if others else "")
+        remedy = "correct it, and reload again"
         if first.not_run:
-            rule = f"a living process takes functions, classes, imports and new variables; {rule}"
+            rule = f"a living process can load only functions, classes, imports and new variables; {rule}"
             self._hosts.outdated = not self._hosts.inline
-            remedy = "take the edit back, or lab.save(path) and " + (
+            remedy = "undo the edit, or lab.save(path) and " + (
                 "open it again in a new kernel: wb.restore(path)"
                 if self._hosts.inline
                 else "restart the hosts: lab.recover()"

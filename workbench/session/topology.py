@@ -219,8 +219,8 @@ class Topology:
         if any(info.offloads for info in self._hosts.infos) and any(role.action != "stays" for role in change.roles):
             return BadInput(
                 f"a change of placement with share_memory={self._hosts.description.share_memory!r}",
-                "what moves is held twice for a while, where roles that take turns leave no room for it",
-                "open the workbench without share_memory, or with the other placement",
+                "during a move the moved state exists twice, and roles that take turns leave no room for that",
+                "open the workbench without share_memory, or open it with the new placement",
             )
         try:
             self._hosts.backend.check_free(

@@ -41,6 +41,6 @@ class AssignedFunction:
         if self.name is not None and self.function is None:
             raise BadInput(
                 f"{called} without {self._setting}",
-                f"the draws before were decided by {self._setting} = {self.name}, a function that no file keeps",
-                f"run the cell that assigns it again; {self._setting} = None {self._usual}",
+                f"earlier draws were decided by {self._setting} = {self.name}, a function that is not saved",
+                f"run again the cell that assigns it; {self._setting} = None {self._usual}",
             )

@@ -80,7 +80,7 @@ def opened(path: Path, *, limit: int | None = LIMIT_BYTES) -> io.BufferedReader:
         return file
     file.close()
     is_file = stat.S_ISREG(found.st_mode)
-    raise _unreadable(path, f"has {found.st_size:,} bytes, and {limit:,} are the most" if is_file else "is no file")
+    raise _unreadable(path, f"has {found.st_size:,} bytes, more than {limit:,}" if is_file else "is not a file")
 
 
 def read_bytes(path: Path, *, limit: int | None = LIMIT_BYTES) -> bytes:
@@ -94,7 +94,7 @@ def read_text(path: Path, *, limit: int = LIMIT_BYTES) -> str:
     try:
         return read_bytes(path, limit=limit).decode()
     except UnicodeDecodeError as error:
-        raise _unreadable(path, f"is no text: {error}") from None
+        raise _unreadable(path, f"is not a text: {error}") from None
 
 
 def read_json(path: Path, *, limit: int = LIMIT_BYTES) -> Any:
@@ -102,17 +102,17 @@ def read_json(path: Path, *, limit: int = LIMIT_BYTES) -> Any:
     try:
         return json.loads(read_text(path, limit=limit))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _unreadable(path, f"is no JSON: {error}") from None
+        raise _unreadable(path, f"is not JSON: {error}") from None
 
 
 @functools.cache
 def tell_once(problem: str) -> None:
     """Warn of a skipped file, once in a process."""
-    warnings.warn(f"left out: {problem}", stacklevel=3)
+    warnings.warn(f"skipped: {problem}", stacklevel=3)
 
 
 def _unreadable(path: Path, what: str) -> BadInput:
-    return BadInput(f"{str(path)!r} {what}", "a regular file is read", "name another file")
+    return BadInput(f"{str(path)!r} {what}", "it must be a regular file that can be read", "give another file")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def replacing(path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool =
     with disk_errors(path, needed):
         place = Path(os.path.realpath(path))
         if place.exists() and not place.is_file():
-            raise BadInput(f"{str(path)!r} is no file", "only a file is replaced", "choose another path")
+            raise BadInput(f"{str(path)!r} is not a file", "only a file can be replaced", "choose another path")
         new = _temporary(place)
         mode = stat.S_IMODE(place.stat().st_mode) if mode == SHARED and place.exists() else mode
         try:
@@ -188,7 +188,7 @@ def new_or_empty(path: Path) -> Path:
     folder = Path(os.path.realpath(path))
     with disk_errors(path):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"{str(folder)!r} holds something", "it is saved to a new or empty folder", "choose another")
+            raise BadInput(f"{str(folder)!r} is not empty", "the folder must be new or empty", "choose another")
     return folder
 
 
@@ -228,11 +228,11 @@ def failed_write(error: OSError, path: Path, needed: int = 0) -> WriteFailed:
     """Return the error for a file or folder that cannot be written."""
     what = f"{str(path)!r} cannot be written: {error.strerror or error}"
     if error.errno not in FULL:
-        return WriteFailed(what, "it takes a folder that this user can write", "choose another path")
-    takes = f"it takes {needed:,} bytes, and " if needed else ""
+        return WriteFailed(what, "this user must be able to write to its folder", "choose another path")
+    takes = f"it needs {needed:,} bytes, and " if needed else ""
     there = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     rule = f"{takes}{shutil.disk_usage(there).free:,} bytes are free there"
-    return WriteFailed(what, rule, "free some room, or choose another disk")
+    return WriteFailed(what, rule, "free some space, or choose another disk")
 
 
 def to_disk(path: Path) -> None:
@@ -261,7 +261,7 @@ def home() -> Path:
     if owner not in (user, 0) and user != 0:
         raise BadInput(
             f"WORKBENCH_HOME={str(folder)!r} belongs to user {owner}",
-            f"what is loaded from there has to be of this user, {user}",
+            f"files that are loaded from there must belong to this user, {user}",
             "set WORKBENCH_HOME to a folder of your own",
         )
     return folder
@@ -305,8 +305,8 @@ def signing_key() -> bytes:
     key = read_bytes(path)
     if len(key) != _KEY_BYTES:
         raise BadInput(
-            f"{str(path)!r} has {len(key)} bytes", f"a key has {_KEY_BYTES}, or anybody could sign with it",
-            f"rm {shlex.quote(str(path))}: another one is made, and `wb trust FOLDER` signs a checkpoint with it",
+            f"{str(path)!r} has {len(key)} bytes", f"a key must have {_KEY_BYTES}, or anybody could sign with it",
+            f"rm {shlex.quote(str(path))}: a new one will be made, and `wb trust FOLDER` signs a checkpoint with it",
         )  # fmt: skip
     return key
 

@@ -104,7 +104,7 @@ def notebook_path() -> Path:
     variables = getattr(ipython_shell(), "user_ns", {})
     told = variables.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
     if not told or not Path(told).is_file():
-        rule = "this kernel's front end does not tell which file its notebook is"
+        rule = "this kernel's front end does not tell the path of its notebook"
         raise BadInput(f"notebook={told!r}", rule, "save it, and give its path: notebook='path/to/file.ipynb'")
     return Path(told)
 

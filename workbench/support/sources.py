@@ -184,5 +184,5 @@ def _read(path: str) -> str:
         return decode_source(Path(path).read_bytes())
     except (SyntaxError, UnicodeDecodeError) as error:
         raise BadInput(
-            f"{path} cannot be read: {error}", "a source file is text, UTF-8 unless it says otherwise"
+            f"{path} cannot be read: {error}", "a source file must be text, in UTF-8 or its declared encoding"
         ) from None

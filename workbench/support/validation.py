@@ -71,9 +71,9 @@ ESTIMATORS = ("gae", "grpo", "dr_grpo", "dapo", "rloo")  # names that users give
 # how to get an object of a workbench class
 SOURCES = {
     "an Algorithm": "make one, such as wb.PPO(lab)",
-    "a Batch": "give what lab.prompts.next(n), or a stage, has returned",
+    "a Batch": "pass the result of lab.prompts.next(n) or of a stage",
     "a Placement": "write wb.Placement.colocate(devices=1), or another placement",
-    "a Workbench": "give what wb.open(...) has returned",
+    "a Workbench": "pass the result of wb.open(...)",
 }
 
 

@@ -162,7 +162,7 @@ class Sinks:
             raise BadInput(
                 f"track={name!r}",
                 f"it did not start: {type(error).__name__}: {said(error)}",
-                "see its manual, or leave it out",
+                "see its documentation, or leave it out",
             ) from error
 
     def log(self, stage: str, iteration: int, values: Mapping[str, float]) -> None:
@@ -177,8 +177,8 @@ class Sinks:
                 except Exception as error:
                     del self._trackers[key]
                     warnings.warn(
-                        f"{key[0]} gets no more metrics: {type(error).__name__}: {said(error)}. The run goes on, and "
-                        "lab.metrics() has them all.",
+                        f"{key[0]} gets no more metrics: {type(error).__name__}: {said(error)}. The run continues, and "
+                        "lab.metrics() has all metrics.",
                         stacklevel=2,
                     )
 

@@ -162,7 +162,7 @@ class TelemetryStore:
         are kept. rows: how many the stage worked on. Raises `BadInput` for a name in `METRIC_COLUMNS`."""
         taken = sorted(set(values) & METRIC_COLUMNS.keys())
         if taken:
-            raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")
+            raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} are taken", "choose another name")
         row = {"time_s": time.time(), "iteration": iteration, "stage": stage, "run": run, "aside": self.aside}
         numbers = {name: float(value) for name, value in values.items()}
         self._append("metrics", [{**row, "rows": rows, "values": numbers}])
@@ -316,7 +316,7 @@ class TelemetryStore:
             self._warned = True
             failed = error if isinstance(error, WriteFailed) else files.failed_write(error, self._path(name), needed)
             warnings.warn(
-                f"telemetry: {failed.value}. {failed.rule}. The run goes on; rows wait in memory until there is room, "
+                f"telemetry: {failed.value}. {failed.rule}. The run goes on; rows wait in memory until there is space, "
                 "and repr(lab) counts them.",
                 stacklevel=2,
             )

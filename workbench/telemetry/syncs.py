@@ -20,10 +20,10 @@ CHANGED_COLUMNS = {
     "trained": "float64", "visible": "float64", "norm": "float64",
 }  # fmt: skip
 REMEDIES = {
-    "checksum differs": "memory or transport of these ranks changes bits: sync again, and if it comes back leave the "
-    "hosts out; until a sync succeeds nothing is generated",
-    "not synced": "these rollouts are off-policy: draw them again after lab.actor.sync_weights(), or weight them with "
-    "wb.Correction",
+    "checksum differs": "memory or network of these ranks changes bits: sync again, and if it recurs remove "
+    "the hosts; nothing is generated until a sync succeeds",
+    "not synced": "these rollouts are off-policy: generate them again after lab.actor.sync_weights(), or weight them "
+    "with wb.Correction",
     "synced twice": "leave this sync out: the engine had these weights already",
     "failed": "the next generation syncs again; lab.logs() has the error",
 }

@@ -78,9 +78,9 @@ WHITENED = (*WITH_CRITIC, *REWARD_TO_GO)
 
 def _note_on_equal_scores(temperature: float | None) -> str:
     """Return the note for batches in which no response is better than the others of its prompt."""
-    remedy = "Draw more samples a prompt, take prompts that it sometimes gets right, or score parts of an answer too"
+    remedy = "Draw more samples per prompt, use prompts that it sometimes gets right, or score parts of an answer too"
     if temperature == 0:
-        remedy = "At temperature 0 they are the same text: write wb.Sampling(temperature=1.0)"
+        remedy = "At temperature 0 they are the same text: set wb.Sampling(temperature=1.0)"
     said = "all advantages are 0, and an update learns nothing from them: the samples of each prompt have equal scores"
     return f"{said}. {remedy}"
 
@@ -352,7 +352,7 @@ def check_groups(estimator: object, groups_N: Tensor) -> None:
     """Raise `BadInput` if no prompt has two responses."""
     if len(torch.unique(groups_N)) == len(groups_N):
         raise BadInput(
-            f"estimator={estimator!r} on one response a prompt",
-            "the other responses of a prompt are the baseline: alone, every advantage is 0",
+            f"estimator={estimator!r} with one response per prompt",
+            "the other responses of a prompt are the baseline: without them, every advantage is 0",
             "generate with samples=2 or more",
         )

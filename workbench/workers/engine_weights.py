@@ -205,8 +205,8 @@ def require_small(
     if worst > limit or most:
         raise SyncError(
             f"after the sync to weights version {version} engine and trainer differ by {worst:.3g} nats",
-            f"at most {limit:.2g} is rounding in {dtype} on {context.device.type}, and none in bits",
-            f"{_what_differs(trainer, differ, generator, context)}; Generation(check_sync=False) goes on all the same",
+            f"rounding in {dtype} on {context.device.type} gives at most {limit:.2g}, and weights must be equal",
+            f"{_what_differs(trainer, differ, generator, context)}; Generation(check_sync=False) turns the check off",
         )
     return {"sync_gap/mean": Mean(total=gap, count=1)}
 
@@ -216,12 +216,12 @@ def _what_differs(
 ) -> str:
     """Say which weights of the engine are not the trainer's, on any rank; every rank calls it."""
     if differ is None and context.host.offloads:
-        return "the trainer's weights have left the device, and were not compared with the engine's"
+        return "the trainer's weights are not on the device now, and were not compared with the engine's"
 
     def mine() -> list[str]:
         return list(differing_weights(trainer, generator)[1] if differ is None else differ)
 
     found = list(dict.fromkeys(context.communicator.shared_by_group(context.communicator.world_size, mine)))
     if not found:
-        return "all weights that can be read in the engine are the trainer's: another is not"
+        return "all weights that can be read in the engine equal the trainer's: another weight differs"
     return f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''} did not arrive"

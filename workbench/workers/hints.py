@@ -127,18 +127,18 @@ def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
 def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[str, str]:
     read = "" if shard is None else not_finite_in(shard.columns, row)
     if read:
-        return f"so does what it read there: {read}", "mend the stage that made that column"
+        return f"the stage read such numbers in that row: {read}", "correct the stage that made that column"
     engine: Any = getattr(worker, "engine", None)
     if engine is None:
-        return "what it read there is finite", "mend what computes it"
+        return "the numbers that the stage read there are finite", "correct the code that computes it"
     weight = next((name for name, tensor in engine.local_weights() if not torch.isfinite(tensor).all()), "")
     if weight:
         return (
-            f"so does the {call.role}'s weight {weight}",
-            "go back to weights from before; a lower learning_rate, a max_grad_norm or warmup_steps keep them finite",
+            f"the {call.role}'s weight {weight} is not finite",
+            "go back to earlier weights; a lower learning_rate, max_grad_norm or warmup_steps help to keep them finite",
         )
-    remedy = "lab.debug() runs it here; where only bfloat16 overflows, dtype='float32'; else leave the row out"
-    return "what it read there and all weights are finite", remedy
+    remedy = "run it here with lab.debug(); if only bfloat16 overflows, use dtype='float32'; or leave the row out"
+    return "the numbers that the stage read there and all weights are finite", remedy
 
 
 # --- too little memory ------------------------------------------------------------------------------------------------
@@ -200,5 +200,5 @@ def _memory_remedies(host: Host, call: Call) -> Iterator[str]:
     elif call.rows is not None:
         yield "fewer rows"
     if on_gpu and not host.info.share_memory and sum(w.uses_device for w in host.workers.values()) > 1:
-        yield "wb.open(share_memory=True), with which roles take turns"
+        yield "wb.open(share_memory=True), so that roles take turns"
     yield f"more devices: lab.{call.role}.move(pool, devices), lab.resize(pool, devices)"

@@ -291,7 +291,7 @@ class Host(Shards):
         """Take the state of a role that was built here. beside: the role waits for `replace_roles`."""
         built = self._incoming if beside else self.workers
         if move.role not in built:  # the other dict may have a worker of the same name that stays
-            raise StageError(f"{move.role} was not built", "loading it failed before")
+            raise StageError(f"{move.role} was not built", "loading it has failed")
 
         def take() -> None:
             take_state(built[move.role], move, rank, self._exchange, state)
@@ -483,7 +483,7 @@ def _end(role: str, *steps: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
-            warnings.warn(f"closing {role}: {shown(error, 400)}", stacklevel=2)
+            warnings.warn(f"closing {role} failed: {shown(error, 400)}", stacklevel=2)
 
 
 def _return_memory() -> None:

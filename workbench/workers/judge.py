@@ -50,7 +50,7 @@ class JudgeEngine:
         texts = {i: asked(self._judging.rubric, row, special_tokens(self._tokenizer)) for i, row in rows.items()}
         rendered = {i: render_prompt(self._tokenizer, text) for i, text in texts.items()}
         missing = {
-            i: f"the judge is asked with {len(ids)} tokens, and its Generation.max_model_tokens is {self._longest}"
+            i: f"the judge's prompt has {len(ids)} tokens, but its Generation.max_model_tokens is {self._longest}"
             for i, ids in rendered.items()
             if len(ids) >= self._longest
         }
@@ -70,7 +70,7 @@ class JudgeEngine:
             if len(ids) < sampling.max_new_tokens:
                 limit, longer = f"Generation.max_model_tokens={self._longest}", "a larger max_model_tokens"
             missing[i] = (
-                f"the judgement is cut at {limit}, so it is not parsed: give the judge {longer}, or ask for a shorter "
+                f"the judgement was cut at {limit}, so it is not parsed: give the judge {longer}, or ask for a shorter "
                 f"judgement in the rubric{GREEDY * self.greedy}; it is {shown(written.pop(i), 2000)}"
             )
         return written, missing

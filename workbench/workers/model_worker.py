@@ -157,7 +157,7 @@ class ModelWorker(PassWorker):
             raise StageError(
                 f"nothing was saved to {str(folder)!r}",
                 f"{type(error).__name__}: {said(error)}",
-                "give a folder that rank 0 can write, with room for the model",
+                "give a folder that rank 0 can write to, with room for the model",
             ) from error
         return cast(Result, result)
 
@@ -240,7 +240,7 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
 
 def check_update(arguments: Mapping[str, Any]) -> None:
     if arguments["aggregation"] == "fixed-length" and arguments["max_response_tokens"] is None:
-        raise BadInput("aggregation='fixed-length'", "divides by max_response_tokens", "give max_response_tokens")
+        raise BadInput("aggregation='fixed-length'", "it divides by max_response_tokens", "give max_response_tokens")
 
 
 class TrainedWorker(ModelWorker):

@@ -37,14 +37,14 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
     """Raise `BadInput` for settings that a response in parts cannot have."""
     if not in_parts(arguments):
         if arguments["cache"] != "recomputed":
-            raise BadInput(f"cache={arguments['cache']!r}", "it is of responses that go on", "give resume=True too")
+            raise BadInput(f"cache={arguments['cache']!r}", "only continued responses have it", "also give resume=True")
         return
     off = {"environment": None, "agent": None, "keep_mask": False, "presence_penalty": 0, "frequency_penalty": 0}
     given = [name for name, value in off.items() if arguments[name] != value]
     if given:
         raise BadInput(
             f"{', '.join(given)} with {'pause_after=' if arguments['pause_after'] else 'resume=True'}",
-            "a response that goes on is read as a prompt, in which these are not known",
+            "a continued response is read as part of the prompt, in which these are not known",
             f"leave {', '.join(given)} out",
         )
 
@@ -54,7 +54,7 @@ def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> 
     if arguments["cache"] == "kept" and generation is not None and generation.engine != "vllm":
         raise BadInput(
             f"cache='kept' on engine={generation.engine!r}",
-            "its cache ends with each call",
+            "this engine drops its cache after each call",
             "leave it out, or use Generation(engine='vllm')",
         )
 

@@ -340,8 +340,8 @@ class TokenBudget:
         before, self.known = self.known, max(TOKENS_STEP, self.known // 2 // TOKENS_STEP * TOKENS_STEP)
         self._module.expect(self.known)
         self.notes.append(
-            f"out of memory with micro-batches of {before:,} tokens: from here on they have {self.known:,}; "
-            f"set Training(micro_batch_tokens={self.known}) to begin with that"
+            f"out of memory with micro-batches of {before:,} tokens: from now on they have {self.known:,}; "
+            f"set Training(micro_batch_tokens={self.known}) to begin with this size"
         )
 
     def _fitting(self) -> int:

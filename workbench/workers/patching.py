@@ -61,8 +61,8 @@ def check_syntax(sources: Mapping[str, SourceFile]) -> None:
         except (SyntaxError, ValueError) as error:
             at = (error.lineno, error.msg, (error.text or "").strip()) if isinstance(error, SyntaxError) else None
             what = f", line {at[0]}: SyntaxError: {at[1]}: {shown(at[2], 80)}" if at else f": {said(error)}"
-            rule = "no process has taken any of the edits: the old code goes on"
-            raise BadInput(f"{source.path}{what}", rule, "mend the file, and call it again") from None
+            rule = "no process has loaded any of the edits: all keep the old code"
+            raise BadInput(f"{source.path}{what}", rule, "correct the file, and call again") from None
 
 
 class Patch:
@@ -94,7 +94,7 @@ class Patch:
             done = Patched(modules=tuple(mine), changed=tuple(self._changed), not_run=tuple(self._not_run))
             if strict and self._not_run:
                 self.undo()  # undo the modules patched so far
-                return replace(done, error=f"only a new process runs {self._not_run[0]}")
+                return replace(done, error=f"only a new process can run {self._not_run[0]}")
             given: Models = pickle.loads(models) if isinstance(models, bytes) else models
             roles = tuple(role for role in given if role in workers)
             for role in roles:

@@ -118,7 +118,7 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
     if state.moments and "moments" not in {part.what for part in move.parts}:
         raise StageError(
             f"{move.role} has moments after {state.steps} optimizer steps",
-            "none were expected: the update that made them did not end as it should have",
+            "no moments were expected: the update that made them did not end properly",
             "run an update of the role to its end, then move",
         )
     for part, kind, published in move.of_kinds(moments=state.moments):
@@ -136,8 +136,8 @@ def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
     ours = [method.__module__.startswith("workbench.") for method in (kind.state, kind.extra_state)]
     if moving and ours == [False, True]:
         raise BadInput(
-            f"moving {kind.__name__}", "it keeps a state of its own",
-            "give it `extra_state` and `load_extra_state`, beside `state` and `load_state`",
+            f"moving {kind.__name__}", "it has a state of its own",
+            "define `extra_state` and `load_extra_state` too",
         )  # fmt: skip
     return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
@@ -187,8 +187,8 @@ def take_kind(
     intake.place(published, held)
     for name, sender in intake.arrival.differ:
         raise StageError(
-            f"{kind} of {role}: {name} is not what was sent", f"checksums of what came from rank {sender} differ",
-            "try it again",
+            f"{kind} of {role}: {name} is not what was sent", f"the checksum of rank {sender}, its sender, differs",
+            "try again",
         )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def never_answered(conversations: Sequence[Conversation], sampling: Sampling, ra
     if not conversations or any(c.ending != "max_tokens" or c.turns > 1 for c in conversations):
         return ()
     return (
-        f"environment {name_of(sampling.environment)} answered nothing on rank {rank}: all {len(conversations)} "
+        f"environment {name_of(sampling.environment)} was asked for no reply on rank {rank}: all {len(conversations)} "
         f"conversations were cut in their first turn, by max_new_tokens={sampling.max_new_tokens} or "
         "Generation.max_model_tokens. Raise them, or end turns with stop=",
     )

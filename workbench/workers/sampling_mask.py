@@ -49,9 +49,9 @@ class SamplingMask:
         if context.groups.data.all_reduce_max(wrong).item():
             raise BadInput(
                 f"columns {', '.join(MASK_COLUMNS)}",
-                "each set has as many token ids as its size says, of the model's vocabulary, and the response's own "
-                "token among them",
-                "take them as generate_sequences(keep_mask=True) wrote them, with the responses that it drew",
+                "each set must have as many token ids as its size says, from the model's vocabulary, with the "
+                "response's own token among them",
+                "use the columns that generate_sequences(keep_mask=True) wrote, with its responses",
             )
         return mask
 
@@ -102,9 +102,9 @@ def check_same_tokens(batch: Shard, mask: SamplingMask | None) -> None:
     """Raise `BadInput` if `old_log_prob` is over other tokens than the update's own log-probabilities will be."""
     over_mask = batch.meta.get(OVER_MASK, mask is not None)
     if over_mask != (mask is not None):
-        columns, has = ", ".join(MASK_COLUMNS), "has" if over_mask else "has not"
+        columns, has = ", ".join(MASK_COLUMNS), "was" if over_mask else "was not"
         raise BadInput(
-            f"a batch with{'' if mask else 'out'} columns {columns}, whose old_log_prob {has} been computed with them",
-            "both log-probabilities of a ratio are over the same tokens",
+            f"a batch with{'' if mask else 'out'} columns {columns}, whose old_log_prob {has} computed with them",
+            "both log-probabilities of a ratio must be over the same tokens",
             "call compute_log_prob on this batch again",
         )

@@ -30,7 +30,7 @@ def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: Colu
     total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
     whole = total.sum(0).float()
     if not torch.isfinite(whole).all():
-        rule = "with them a row's sum of components is more than a column of float32 can hold"
+        rule = "with these weights the sum of a row's components is too large for a float32 column"
         raise BadInput(f"weights {', '.join(f'{weight:g}' for weight in weights)}", rule, "give smaller weights")
     return whole if first is None else first.like(whole)
 

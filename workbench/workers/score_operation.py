@@ -47,10 +47,10 @@ RewardFunctions = Annotated[
 def _check(arguments: Mapping[str, Any]) -> None:
     row_numbers(arguments["only"])
     if arguments.get("steps") == "":
-        raise BadInput("steps=''", "steps end with a text, or the function says where (True)", "write steps='\\n\\n'")
+        raise BadInput("steps=''", "a step ends with a text, or where the function says (True)", "write steps='\\n\\n'")
     if arguments["function"] is not None:
         if not components_of(arguments["function"]):
-            raise BadInput("function={}", "components by name", 'write function={"right": right}')
+            raise BadInput("function={}", "give components by name", 'write function={"right": right}')
         for function, _ in components_of(arguments["function"]).values():
             check_function(function)
 
@@ -58,9 +58,9 @@ def _check(arguments: Mapping[str, Any]) -> None:
 def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
     if arguments["function"] is None:
         if arguments.get("steps") is True:
-            raise BadInput("steps=True without a function", "a model does not say where steps end", "give their text")
+            raise BadInput("steps=True without a function", "a model does not say where steps end", "give their end")
         if arguments["only"] is not None:
-            raise BadInput("only= without a function", "a model scores all rows, and fails for none", "leave it out")
+            raise BadInput("only= without a function", "a model scores all rows, or fails for all", "leave it out")
         return
     if arguments["only"] is not None:
         check_same_components(column, arguments["function"], columns)
@@ -76,11 +76,11 @@ def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns:
     for function, _ in components_of(arguments["function"]).values():
         check_parameters(function, sorted(given))
         if over_of(function) is not None and asks_for(function, JUDGEMENT):
-            raise BadInput(f"{name_of(function)} over many rows", "a judgement is of one row", "take wb.batched off")
+            raise BadInput(f"{name_of(function)} over many rows", "a judgement is about one row", "remove wb.batched")
         if over_of(function) == "group" and "prompt_uid" not in columns:
             raise BadInput(
-                f"{name_of(function)} over groups, of a batch without 'prompt_uid'",
-                "that column says which rows are of one prompt", "take a batch of lab.prompts.next(n), or put it",
+                f"{name_of(function)} over groups, in a batch without 'prompt_uid'",
+                "that column says which rows have the same prompt", "use lab.prompts.next(n), or add the column",
             )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def check_weights(arguments: Mapping[str, Any], model: Model) -> None:
     for name in weights:
         if name not in known:
             rule = f"the components of the reward are {', '.join(known)}"
-            raise BadInput(what, rule, remedy_for(name, known, repr) or "give weights of these, or None")
+            raise BadInput(what, rule, remedy_for(name, known, repr) or "give weights for these, or None")
 
 
 def component_columns(column: str, function: Any) -> tuple[str, ...]:
@@ -90,10 +90,10 @@ def check_same_components(column: str, function: Any, columns: Collection[str]) 
     remedy = "give only= functions of the same names, or leave only= out"
     if there - given:
         drop = ", ".join(f'"{column}/{name}"' for name in sorted(there - given))
-        remedy += f"; where those are of an earlier call, batch.drop({drop})"
+        remedy += f"; if these columns are from an earlier call, batch.drop({drop})"
     raise BadInput(
-        f"only= with {said(given)}, of a batch with {said(there)}",
-        f"the {column} of all rows are the sum of the same components", remedy,
+        f"only= with {said(given)}, in a batch with {said(there)}",
+        f"the {column} of all rows must be the sum of the same components", remedy,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def row_numbers(only: Any) -> list[int] | None:
         numbers = []
     if min(numbers, default=0 if none_failed else -1) < 0:
         raise BadInput(
-            f"only={shown(only)}", "the rows to ask: a frame of batch.failed(), or one or more row numbers",
+            f"only={shown(only)}", "the rows to score: a frame of batch.failed(), or one or more row numbers",
             "write only=batch.failed(), or only=[0]",
         )  # fmt: skip
     return numbers
@@ -179,7 +179,7 @@ class Scoring:
         )  # fmt: skip
         notes: tuple[str, ...] = ()
         if only is not None and (left := sum(w and f for w, f in zip(wanted, without, strict=True))):
-            notes = (f"{left} rows of only= have no whole response, since {GENERATED} failed: they stay as they are",)
+            notes = (f"{left} rows of only= have no whole response, because {GENERATED} failed: they stay unchanged",)
         valid = numbers_in(columns, "valid")
         told_of = reported(self.column, columns[self.column], valid, batch)
         told_of["metrics"] = {**metrics, **told_of["metrics"], **self._means(columns, valid)}
@@ -356,11 +356,11 @@ class Scoring:
                 function = name_of(self.components[name][0])
                 raise RewardError(
                     f"reward function {function} returned {shown(score)} for row {self.batch.rows[i]} on {where}, "
-                    f"but {'one number' if isinstance(score, list) else 'several'} a row "
+                    f"but {'one number' if isinstance(score, list) else 'several numbers'} per row "
                     f"{'on another rank' if self.only is None else f'are in column {self._name(name)!r}'}"
-                    if scores[name] else f"reward function {function} returned one number a row, and several",
+                    if scores[name] else f"reward function {function} returned one number per row, and several",
                     ALIKE,
-                    "" if self.only is None else "leave only= out, so that all rows are asked",
+                    "" if self.only is None else "leave out only=, so that all rows are scored",
                 )  # fmt: skip
             found[name] = several or (not one and isinstance(self._before(name), Ragged))
         return found

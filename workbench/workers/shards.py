@@ -56,7 +56,7 @@ class Shards:
         for name, column in columns.items():  # the controller adds operation and rank to the errors
             check_form(name, column, StageError)
             if len(column) != rows:
-                rule = f"that rank was given {rows}, and an operation returns one row for each, in the same order"
+                rule = f"the rank got {rows} rows, and an operation must return one row for each, in the same order"
                 raise StageError(f"column {name!r} has {len(column)} rows", rule)
         if columns and call.kept is not None:
             host, key = call.kept

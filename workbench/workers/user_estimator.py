@@ -134,8 +134,8 @@ def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: T
     """Return a function's result as numbers of tokens [N, T], 0 outside the mask. rows_N: row numbers in the batch."""
     shape, what = list(inside_NT.shape), f"estimator={name_of(function)} returned"
     rule = (
-        f"it returns an advantage a response, a tensor [rows] of shape {shape[:1]}, or one a token, [rows, tokens] of "
-        f"shape {shape}; or (advantages, returns)"
+        f"it must return an advantage per response, a tensor [rows] of shape {shape[:1]}, or per token, [rows, tokens] "
+        f"of shape {shape}; or (advantages, returns)"
     )
     if not isinstance(returned, Tensor):
         raise BadInput(f"{what} {kind_of(returned)}", rule)
@@ -148,5 +148,5 @@ def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: T
     numbers_NT = torch.where(inside_NT, numbers[:, None] if numbers.ndim == 1 else numbers, 0.0)
     if not torch.isfinite(numbers_NT).all():
         row = int(rows_N[(~torch.isfinite(numbers_NT)).any(-1)][0])
-        raise BadInput(f"{what} a number that is not finite in row {row}", "advantages and returns are finite")
+        raise BadInput(f"{what} a number that is not finite in row {row}", "advantages and returns must be finite")
     return numbers_NT

@@ -47,7 +47,7 @@ UserFunction = Callable[..., Any]
 # an update's own metrics, whose names a loss must not report; "name/" stands for all names that begin with it
 OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
 CALL_IT = "call it in the notebook, with columns of batch.fetch()"
-SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
+SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= reduces them to one number"
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,21 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
     """
     what, parameters = f"{argument}={name_of(function)}", parameters_of(function)
     if parameters is None:
-        raise BadInput(what, "it does not say the names of its parameters", f"write {written}")
+        raise BadInput(what, "the names of its parameters are not known", f"write {written}")
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise BadInput(f"{what} takes {parameter.name!r} by place", "it is called by name", f"write {written}")
+            raise BadInput(f"{what} takes {parameter.name!r} by position", "it is called by name", f"write {written}")
     asked = ParameterNames.of(function)
     if one_of and not set(one_of) & set(asked.names):
-        rule = f"its gradient comes from {' or '.join(map(repr, one_of))}, and it has no such parameter"
+        rule = f"its gradient comes through {' or '.join(map(repr, one_of))}: it must have such a parameter"
         raise BadInput(f"{what} takes {', '.join(asked.names) or 'nothing'}", rule, f"write {written}")
     try:
         by_value(function)
     except Exception as error:
         raise BadInput(
             f"{what} cannot be sent to workers: {said(error, 200)}",
-            "it runs in the workers' processes, with copies of what it reads from the notebook",
-            "give it numbers, texts and tensors; make anything else inside it",
+            "it runs in the workers' processes, with copies of the variables that it uses",
+            "give it numbers, texts and tensors; create other objects inside it",
         ) from error
 
 
@@ -113,7 +113,7 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
         raise BadInput(
             f"{argument}={name_of(function)} takes {name!r}",
             f"its parameters must be among: {', '.join(known)}",
-            f"{near + ', or ' if near else ''}give it a default",
+            f"{near + ', or ' if near else ''}give the parameter a default",
         )
 
 
@@ -245,7 +245,7 @@ def checked_loss(
     """
     what = f"loss={name_of(function)} returned"
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    rule = f"it returns the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
+    rule = f"it must return the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
     if not isinstance(loss, Tensor):
         raise BadInput(f"{what} {kind_of(returned)}", rule, SUMMED if isinstance(loss, int | float) else "")
     if loss.shape != shape:
@@ -256,22 +256,22 @@ def checked_loss(
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise BadInput(
             f"{what} a loss without a gradient",
-            "it has to depend on the parameter that has one",
-            "leave out .detach(), .data, .item() and torch.no_grad() on the way to the loss",
+            "the loss must depend on the parameter that has a gradient",
+            "do not use .detach(), .data, .item() or torch.no_grad() to compute it",
         )
     if not isinstance(metrics, Mapping):
-        raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "they are a dict from a name to a tensor")
+        raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "metrics must be a dict from a name to a tensor")
     found, own = {}, (*OF_UPDATES, *own)
     for name, value in metrics.items():
         if not isinstance(name, str) or any(name.startswith(n) if n.endswith("/") else name == n for n in own):
             listed = ", ".join(f"{n}..." if n.endswith("/") else n for n in own)
-            rule = f"a name is a text, and none of the update's own metrics: {listed}"
+            rule = f"a name must be a text, and not one of the update's own metrics: {listed}"
             raise BadInput(f"{what} a metric {name!r}", rule, "give it another name")
         if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]) or value.is_complex():
             raise BadInput(
                 f"{what} {kind_of(value)} as metric {name!r}",
-                f"it is a tensor [rows, tokens] of shape {list(shape)}, or [rows] of shape {list(shape[:1])}; the mean "
-                "over the tokens inside the mask, or over the rows, is reported",
+                f"it must be a tensor [rows, tokens] of shape {list(shape)}, or [rows] of shape {list(shape[:1])}; the "
+                "mean over the tokens in the mask, or over the rows, is reported",
             )
         value = value.detach().to(loss.device)
         found[name] = value if value.is_floating_point() else value.float()
@@ -330,8 +330,8 @@ class Logits:
             if not isinstance(other, Tensor) or other.shape[:2] != chosen_BR.shape:
                 raise BadInput(
                     f"logits.map with {kind_of(other)}",
-                    f"what goes with the logits is [rows, tokens, ...], here {list(chosen_BR.shape)}",
-                    "write a number, or what has another shape, into the function itself",
+                    f"other arguments must be tensors [rows, tokens, ...], here {list(chosen_BR.shape)}",
+                    "use numbers, and tensors of other shapes, inside the function itself",
                 )
         # a micro-batch without a chosen token reads one anyway: every rank calls the head equally often
         read_BR = chosen_BR if bool(chosen_BR.any()) else _first(chosen_BR)
@@ -342,8 +342,8 @@ class Logits:
             if not isinstance(found, Tensor) or found.shape[:1] != logits.shape[:1]:
                 raise BadInput(
                     f"{name_of(function)} returned {kind_of(found)} for logits of shape {list(logits.shape)}",
-                    f"it returns a number, or some, for each of the {len(logits)} tokens",
-                    "reduce over the last dimension alone: dim=-1",
+                    f"it must return one or more numbers for each of the {len(logits)} tokens",
+                    "reduce over the last dimension only: dim=-1",
                 )
             return found
 
@@ -357,7 +357,7 @@ class Logits:
         if not isinstance(where, Tensor) or where.shape != self._inside_BR.shape or where.dtype != torch.bool:
             raise BadInput(
                 f"logits.map(where={kind_of(where)})",
-                f"it is a bool tensor of shape {list(self._inside_BR.shape)} [rows, tokens]",
+                f"it must be a bool tensor of shape {list(self._inside_BR.shape)} [rows, tokens]",
             )
         return where & self._inside_BR
 

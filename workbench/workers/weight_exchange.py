@@ -271,7 +271,7 @@ class WeightExchange:
         with self._lock:
             found = self._snapshots.get(key)
         if found is None:
-            raise NotFound(f"published weights {key} on host {self._host}", "they were released", "sync again")
+            raise NotFound(f"no published weights {key} on host {self._host}", "they were released", "sync again")
         return found
 
     def served(

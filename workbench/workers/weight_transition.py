@@ -97,8 +97,8 @@ def not_as_sent(version: int, said: Sequence[str]) -> SyncError:
     return SyncError(
         f"weights version {version} did not arrive as it was sent: {'; '.join(said[:3])}"
         + (f"; {len(said) - 3} more" if len(said) > 3 else ""),
-        "what a rank receives has its sender's checksum",
-        "sync again; lab.syncs() has all of them",
+        "received weights must have the checksums with which they were sent",
+        "sync again; lab.syncs() lists all differing weights",
     )
 
 

@@ -169,7 +169,7 @@ class Worker:
         }
 
 
-ONE_MEMORY = "on a CPU device and host memory are one"
+ONE_MEMORY = "on a CPU, device and host memory are the same"
 
 
 class SharedDevice:

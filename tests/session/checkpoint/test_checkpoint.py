@@ -98,7 +98,7 @@ def test_it_names_the_iteration_that_it_goes_on_in(tmp_path: Path, capsys: pytes
     with wb.restore(tmp_path / "saved", name="other") as lab:
         wb.GRPO(lab, **OPTIONS).step()
         assert lab.iteration == 2
-    assert "GRPO goes on in iteration 1" in capsys.readouterr().out
+    assert "GRPO continues in iteration 1" in capsys.readouterr().out
 
 
 def test_another_algorithm_says_what_it_leaves(
@@ -106,7 +106,7 @@ def test_another_algorithm_says_what_it_leaves(
 ) -> None:
     with wb.restore(run.folder / "middle", name="again", runs=tmp_path) as lab:
         wb.GRPO(lab, **OPTIONS).step()
-    assert "iteration 3 of PPO is left as it was: GRPO begins another" in capsys.readouterr().out
+    assert "iteration 3 of PPO stays unfinished: GRPO begins another" in capsys.readouterr().out
 
 
 def test_what_is_restored_can_be_saved(run: Uninterrupted, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_refreshed_reference_is_saved(tmp_path: Path) -> None:
 def test_bad_input(run: Uninterrupted, tmp_path: Path) -> None:
     with expect_error(NotFound, value="no checkpoint in .*nowhere", rule="there is no such folder"):
         wb.restore(tmp_path / "nowhere")
-    with expect_error(BadInput, value=r"wb.restore\(..., colour=\)", rule="takes arguments of wb.open"):
+    with expect_error(BadInput, value=r"wb.restore\(..., colour=\)", rule="arguments are those of wb.open"):
         wb.restore(run.folder / "two", colour="red")
     with expect_error(BadInput, value="role 'critic' of <Checkpoint", rule="has actor"):
         tiny_lab("x", tmp_path, backend="inline", models={"actor": TINY}, resume=run.folder / "two")
@@ -248,13 +248,13 @@ def test_bad_input(run: Uninterrupted, tmp_path: Path) -> None:
         tiny_lab("x", tmp_path, backend="inline", prompts=["a", "b"], resume=run.folder / "two")
     assert "x" not in [lab["name"] for lab in wb.ls()]
     with tiny_lab("x", tmp_path, backend="inline") as lab:
-        with expect_error(BadInput, value="holds something", rule="new or empty folder"):
+        with expect_error(BadInput, value="is not empty", rule="new or empty"):
             lab.save(run.folder / "two")
         with expect_error(BadInput, value="inside lab.kept"), lab.kept("actor"):
             lab.save(tmp_path / "in")
         with expect_error(BadInput, value="keep=0"):
             lab.autosave(keep=0)
-        with expect_error(NameTaken, rule="not put back to a checkpoint"):
+        with expect_error(NameTaken, rule="not restored to a checkpoint"):
             tiny_lab("x", tmp_path, backend="inline", resume=run.folder / "two", if_exists="attach")
 
 

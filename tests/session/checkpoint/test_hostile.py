@@ -88,7 +88,7 @@ def test_a_controller_that_the_manifest_does_not_name_is_not_read(copy: Path, tm
     values, made = manifest(copy), tmp_path / "made"
     (copy / CONTROLLER).write_bytes(pickle.dumps(Runs(made)))
     change(copy, {**values, "files": {file: entry for file, entry in values["files"].items() if file != CONTROLLER}})
-    with expect_error(BadInput, value="controller.pkl", rule="the manifest does not name it"):
+    with expect_error(BadInput, value="controller.pkl", rule="the manifest does not name the file"):
         wb.restore(copy, name="again", runs=tmp_path)
     assert not made.exists()
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_somebody_else_runs_no_code_until_it_is_trusted(copy: Pa
     """All hashes fit: only the signature tells that this user has not written it."""
     made = tmp_path / "made"
     change(copy, with_hashes(copy, CONTROLLER, pickle.dumps(Runs(made))), sign=False)
-    with expect_error(BadInput, value="is not signed by this user", rule="loading these runs code", remedy="wb trust "):
+    with expect_error(BadInput, value="is not signed by this user", rule="loading them runs code", remedy="wb trust "):
         wb.restore(copy, name="again", runs=tmp_path)
     with expect_error(BadInput, value="is not signed"), open_counting(tmp_path, resume=copy):
         pass
@@ -130,7 +130,7 @@ def test_the_key_of_another_user_signs_nothing_here(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "another home"))
-    with expect_error(BadInput, value="is not signed by this user, or was changed since"):
+    with expect_error(BadInput, value="is not signed by this user, or was changed after it was signed"):
         find_checkpoint(copy).controller()
     assert "it is not signed by this user" in find_checkpoint(copy).described()
     find_checkpoint(copy).trust()

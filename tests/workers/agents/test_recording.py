@@ -168,7 +168,7 @@ def test_a_chat_does_not_continue_a_text_nor_token_ids_a_chat(tokenizer: Any) ->
 
 def test_an_error_in_making_tokens_is_a_refusal(tokenizer: Any) -> None:
     mine = recording(tokenizer)
-    with pytest.raises(Refused, match="tokens could not be made of the request"):
+    with pytest.raises(Refused, match="the request could not be tokenized"):
         mine.ask(Request(kind="chat", messages=(user("\ud800"),)))
     assert mine.refused == 1 and not mine.segments and not mine.pending
 

@@ -121,7 +121,7 @@ def test_a_harness_that_waits_for_no_answer_and_asks_again_is_given_up() -> None
         assert len(drawn) == 1  # an answer that nobody waited for changes nothing of the next one
         mine.taken()
         failure = mine.row().failure
-        assert failure is not None and "for whose answer it did not wait for row 7" in str(failure)
+        assert failure is not None and "refused or abandoned requests for row 7" in str(failure)
 
 
 def test_a_request_after_the_function_has_returned_is_refused() -> None:

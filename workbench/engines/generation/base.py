@@ -29,7 +29,7 @@ Ending = Literal["eos", "stop", "length"]
 def response_room(row: int, prompt_ids: Sequence[int], most: int, settings: Generation, vocab_size: int) -> int:
     """Return a response's most tokens, at most `most`. Raises `BadInput`, with the row, for an invalid prompt."""
     if not len(prompt_ids):
-        raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")
+        raise BadInput(f"prompt {row} is empty", "a prompt needs at least one token", "start it with the BOS token")
     if len(prompt_ids) >= settings.max_model_tokens:
         raise BadInput(
             f"prompt {row} has {len(prompt_ids)} tokens",
@@ -55,7 +55,7 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
     positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
         scaling = rope_of(config).get("rope_type")
-        more = f"; beyond them its {scaling!r} positions make rows depend on each other"
+        more = f"; beyond them its {scaling!r} position scaling makes rows depend on each other"
         raise BadInput(
             f"Generation.max_model_tokens={settings.max_model_tokens}",
             f"{model} was built for {positions} positions{more if scaling in ('dynamic', 'longrope') else ''}",
@@ -64,7 +64,7 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
     if settings.engine == "vllm" and rope_of(config).get("rope_type") == "dynamic" and not rope_of(config).get("alpha"):
         raise BadInput(
             f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
-            "vLLM scales all rows, transformers only rows longer than the original positions",
+            "vLLM scales the positions of all rows, transformers only those of rows longer than the original limit",
             "use engine='transformers'",
         )
 
@@ -235,7 +235,7 @@ class GenerationEngine(ABC):
         If `progress` raises, all rows are dropped.
         """
         if len(seeds) != len(prompt_ids):
-            raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
+            raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt needs its own seed")
         made: dict[int, Response] = {}
         had_of_rows = [()] * len(seeds) if begun is None else begun
         with self.decoding(sampling, keep_cache=keep_cache) as decoding:
@@ -328,9 +328,9 @@ class GenerationEngine(ABC):
     def _require_weights(self) -> None:
         if self.lacks_weights:
             raise BadInput(
-                "a generation engine that sleeps",
-                "its weights were freed, for the trainer to use the memory of the device",
-                "give it weights first; an operation of your own that generates is registered with generates=True",
+                "the generation engine sleeps",
+                "its weights were freed, so that the trainer can use the memory of the device",
+                "sync the weights first; register your own operation with generates=True if it generates",
             )
 
     @abstractmethod

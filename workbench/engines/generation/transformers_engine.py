@@ -325,7 +325,7 @@ class TransformersEngine(GenerationEngine):
         if getattr(model, "_is_stateful", False):
             raise BadInput(
                 f"a model of type {model.config.model_type} with Generation(engine='transformers')",
-                "rows join and leave a batch with their keys and values, and its layers keep a state instead",
+                "rows join and leave a batch with their keys and values, but layers of this model keep another state",
                 "use Generation(engine='vllm')",
             )
         self._model: Any = model
@@ -371,7 +371,7 @@ class TransformersEngine(GenerationEngine):
                 if name not in mine:
                     raise SyncError(
                         f"weight {name!r} is not in the generating model",
-                        "trainer and engine hold the same architecture",
+                        "trainer and engine must have the same architecture",
                         "build both from the same model folder",
                     )
                 mine[name].copy_(weight)
@@ -380,7 +380,7 @@ class TransformersEngine(GenerationEngine):
             if missing and not partial:
                 raise SyncError(
                     f"{len(missing)} weights did not arrive, {next(iter(missing.values()))!r} among them",
-                    "a sync brings every weight of the model",
+                    "a sync must send every weight of the model",
                     "pass all of the trainer's named_weights()",
                 )
         self.weights_version = version

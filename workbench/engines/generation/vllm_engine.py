@@ -93,7 +93,7 @@ class VllmDecoding(Decoding):
             with self._working():
                 _abort(self._engine)  # nothing cached with other weights may stay
             if not self._engine.reset_prefix_cache():
-                raise RuntimeError("vLLM computes for rows of an earlier call")
+                raise RuntimeError("vLLM still computes rows of an earlier call")
         self._stack.enter_context(_live_objects_uncollected())
         return self
 
@@ -144,8 +144,8 @@ def _sets(logprobs: Any, vocabulary: int) -> list[list[int]]:
     ids, kept = logprobs.logprob_token_ids[:, 1:], np.isfinite(logprobs.logprobs[:, 1:])
     if kept[:, -1].any() and ids.shape[1] < vocabulary:
         raise StageError(
-            f"more than {ids.shape[1]} tokens could be drawn in one place",
-            f"the mask is kept of top_k tokens and {TIES} that are as likely as the last of them",
+            f"more than {ids.shape[1]} tokens could be sampled at one position",
+            f"the mask has room for top_k tokens and {TIES} more that are as likely as the last of them",
             "sample with a smaller top_k or top_p, so that fewer tokens are as likely as the last one",
         )
     return [np.sort(row[here]).tolist() for row, here in zip(ids, kept, strict=True)]
@@ -267,8 +267,8 @@ class VllmEngine(GenerationEngine):
             if lora is not None and not takes_adapter(config, lora):
                 raise BadInput(
                     f"{lora} with Generation(engine='vllm')",
-                    f"vLLM cannot hold it beside a {' or '.join(config.architectures or ('model',))}, and added to the "
-                    "weights a small change would be rounded away",
+                    f"vLLM cannot apply it to a {' or '.join(config.architectures or ('model',))}; merged into the "
+                    "weights, a small change would be lost by rounding",
                     "use Generation(engine='transformers'), or train the whole model",
                 )
             self._engine: Any = start_engine(

@@ -193,7 +193,7 @@ def start_engine(
         from vllm.usage.usage_lib import UsageContext
 
     if parallel_state.model_parallel_is_initialized():
-        raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
+        raise BadInput("a second vLLM engine", "a process can have only one at a time", "close() the first one")
     on_cpu = device.type == "cpu"
     rows, longest = settings.rows_at_once(on_gpu=not on_cpu), settings.max_model_tokens + 1
     arguments = EngineArgs(
@@ -235,9 +235,9 @@ def start_engine(
                 parallel_state.cleanup_dist_env_and_memory()
             if isinstance(error, ValueError):
                 raise BadInput(
-                    f"vLLM refuses {model_path.name!r} with {settings}",
+                    f"vLLM rejects {model_path.name!r} with {settings}",
                     str(error).strip(),
-                    "change the model or the setting it names, or use Generation(engine='transformers')",
+                    "change the model or the setting that vLLM names, or use Generation(engine='transformers')",
                 ) from error
             raise
     # vLLM shuts down itself and the default group when it is garbage collected; only `close` may do that, carefully.

@@ -68,8 +68,8 @@ class WeightCopies:
             if weight.shape != self._shapes.get(name):
                 raise SyncError(
                     f"weight {name!r} of shape {tuple(weight.shape)}",
-                    "a sync brings the weights that the one before it brought",
-                    "close the engine and make another for another model",
+                    "each sync must send the same weights as the sync before it",
+                    "for another model, close the engine and create a new one",
                 )
             missing.discard(name)
             for part in self._slices[name]:
@@ -84,7 +84,7 @@ class WeightCopies:
         if missing and not partial:
             raise SyncError(
                 f"{len(missing)} weights did not arrive, {min(missing)!r} among them",
-                "a sync brings every weight of the model",
+                "a sync must send every weight of the model",
                 "pass all of the trainer's weights",
             )
 

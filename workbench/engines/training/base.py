@@ -65,7 +65,7 @@ class TrainingEngine(ABC):
         If a loss raises, the state is as before the step. A step whose gradient norm is not finite is skipped.
         """
         if self.settings is None:
-            raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
+            raise BadInput("step() on a module that is not trained", "training needs settings", "pass Training()")
         if not passes:
             raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
         rate = rate_scale * learning_rate(self.settings, self.steps)
@@ -220,7 +220,7 @@ class TrainingEngine(ABC):
             held = dict(self.held_state(kind))
             if held.keys() != saved.keys():
                 raise BadInput(
-                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} trains others: {len(held)}"
+                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} has {len(held)} other ones"
                 )
             for name, tensor in held.items():
                 tensor.copy_(saved[name])
@@ -337,7 +337,7 @@ def require_equal_parameters(module: nn.Module, communicator: Communicator) -> N
     communicator.all_reduce_max(largest)
     if int(largest[0]) != -int(largest[1]):
         raise BadInput(
-            f"rank {communicator.rank} holds other initial weights than another rank",
-            "data-parallel ranks start from equal weights",
-            "load the model from the same folder, and seed new heads alike, on every rank",
+            f"rank {communicator.rank} has other initial weights than another rank",
+            "data-parallel ranks must start from equal weights",
+            "load the model from the same folder, and seed new heads equally, on every rank",
         )

@@ -127,8 +127,8 @@ class DeepSpeedEngine(TrainingEngine):
         if known not in (1, t):
             raise BadInput(
                 f"a DeepSpeed engine with t={t} in a process that has had one with t={known}",
-                "DeepSpeed has one size of tensor groups a process, which stays",
-                "use Training(engine='torch'), or a pool of another name: it gets new processes",
+                "DeepSpeed has one size of tensor groups per process, which cannot change",
+                "use Training(engine='torch'), or give the pool another name: then it gets new processes",
             )
         DeepSpeedEngine._tensor_ranks = t
 
@@ -477,12 +477,12 @@ def check_deepspeed_layout(layout: Layout, settings: Training) -> None:
     if layout.p > 1:
         raise BadInput(
             f"p={layout.p} with Training(engine='deepspeed')",
-            "DeepSpeed's engine here is tensor and data parallel, without pipeline stages",
+            "the DeepSpeed engine is tensor and data parallel, without pipeline stages",
             "use Training(engine='torch'), or p=1",
         )
     if layout.t > 1 and settings.zero_stage == 3:
         raise BadInput(
             f"t={layout.t} with Training(engine='deepspeed', zero_stage=3)",
-            "with t > 1 each rank keeps its slices of the weights: zero_stage is 0, 1 or 2",
+            "with t > 1 each rank keeps its slices of the weights, so zero_stage must be 0, 1 or 2",
             "use zero_stage=2, or t=1",
         )

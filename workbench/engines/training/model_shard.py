@@ -65,19 +65,19 @@ def check_shardable(config: PreTrainedConfig, layout: Layout, head: Literal["lm"
         if weight.axis is not None and (layer not in SLICED_LAYERS or len(weight.parts) > 1):
             raise BadInput(
                 f"{weight.name} over t={layout.t} tensor ranks",
-                f"for training only {', '.join(SLICED_LAYERS)} are cut",
+                f"training can slice only {', '.join(SLICED_LAYERS)}",
                 "use t=1 for this model",
             )
         for part in weight.parts:
             if part.rule == "copied" and part.units % layout.t:
                 raise BadInput(
                     f"{weight.name}: {part.units} key-value heads over t={layout.t} tensor ranks",
-                    "in training each tensor rank has key-value heads of its own: t must divide them",
+                    "in training each tensor rank has its own key-value heads: t must divide their number",
                     f"use a t that divides {part.units}",
                 )
         if any(start == stop for start, stop in weight.intervals(layout.t - 1, layout.t)):
             raise BadInput(
-                f"{weight.name} over t={layout.t} tensor ranks", "each needs a part of it", "use a smaller t"
+                f"{weight.name} over t={layout.t} tensor ranks", "each rank needs a part of it", "use a smaller t"
             )
     return weights
 
@@ -91,7 +91,7 @@ def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
     layout = groups.layout
     weights = check_shardable(backbone.config, layout, "scalar" if isinstance(module, TokenValues) else "lm")
     if layout.p > 1 and module.padded_because is not None:
-        raise BadInput(f"p={layout.p}", f"a pipeline takes packed sequences: {module.padded_because}", "use p=1")
+        raise BadInput(f"p={layout.p}", f"a pipeline needs packed sequences: {module.padded_because}", "use p=1")
     tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
     trial: dict[str, Any] = {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
     with torch.no_grad():
@@ -123,8 +123,8 @@ def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, fam
     if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
         raise BadInput(
             f"{family} over p={groups.layout.p} stages and t={groups.layout.t} tensor ranks",
-            f"cut like that it computes something else (relative error {float(error):.2g})",
-            "take a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
+            f"sliced over these ranks, the model computes something else (relative error {float(error):.2g})",
+            "use a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
         )
 
 
@@ -206,7 +206,7 @@ class ShardedEngine(TrainingEngine):
         return self._groups.moved_bytes
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-        raise BadInput("gathered() of a parameter that is sliced", "a rank holds a slice of it", "use named_weights()")
+        raise BadInput("gathered() of a sliced parameter", "each rank has a slice of it", "use named_weights()")
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights(next(iter(self._shard.held.values())).dtype)

@@ -81,7 +81,7 @@ def schedule_ended_note(settings: Training, steps: int) -> str:
     if settings.schedule not in ("linear", "cosine") or end is None or steps <= end:
         return ""
     return (
-        f"the rate is 0 after total_steps={end}, and this was optimizer step {steps}: no weight moves any more. Assign "
+        f"the rate is 0 after total_steps={end}, and this was optimizer step {steps}: it changed no weight. Assign "
         "a larger training.total_steps (iterations x minibatches x epochs), or the schedule 'constant'"
     )
 

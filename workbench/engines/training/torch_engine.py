@@ -237,8 +237,8 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
         if torch.is_grad_enabled():
             raise BadInput(
                 f"forward() with gradients over p={self._groups.layout.p} pipeline stages",
-                "outputs are on the last stage, and their gradients come from its losses",
-                "give step() the losses, or call it under torch.no_grad()",
+                "the outputs are on the last stage, and gradients start from the losses there",
+                "pass the losses to step(), or call forward() under torch.no_grad()",
             )
         self.load("parameters")
         return self._pipeline.forward(inputs)

@@ -98,8 +98,8 @@ class Checkpoints:
 
         def left() -> tuple[str, str]:
             if (folder / MANIFEST).is_file():
-                return "the checkpoint is there, and whole", f"wb.restore({str(folder)!r}) goes on from it"
-            return "nothing of it is left, and what was saved before is as it was", "the same call again saves"
+                return "the checkpoint is complete", f"wb.restore({str(folder)!r}) continues from it"
+            return "no part of it was kept, and earlier checkpoints are unchanged", "call again to save"
 
         with stoppable(f"saving to {str(folder)!r}", left):
             saved = self._save(folder, algorithm or self._position.algorithm, models=models)
@@ -164,7 +164,7 @@ class Checkpoints:
             ) from error
         except OSError as error:
             raise StageError(
-                f"nothing was saved to {str(folder)!r}", str(error), "what was saved before is as it was"
+                f"nothing was saved to {str(folder)!r}", str(error), "earlier checkpoints are unchanged"
             ) from error
         self._runner.telemetry.append_event(
             "saved", folder=str(folder), iteration=self._runner.counters.iteration, seconds=time.monotonic() - began
@@ -174,10 +174,10 @@ class Checkpoints:
     def _check_can_save(self, folder: Path, algorithm: Algorithm | None) -> None:
         """Wait for the stages under way, and raise where roles cannot be saved now."""
         runner = self._runner
-        runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
+        runner.snapshots.refuse(f"save({str(folder)!r})", "states of roles are not final there")
         if runner.scheduler.overlaps and runner.open_runs():
             raise BadInput(
-                f"save({str(folder)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
+                f"save({str(folder)!r}) inside lab.overlap()", "states of roles are not final there", "save after it"
             )
         for group in runner.groups.by_role.values():
             runner.groups.check_alive(group)
@@ -185,9 +185,9 @@ class Checkpoints:
         under_way = algorithm is not None and algorithm.under_way  # it would repeat all steps of a failed update
         if left := runner.interrupted.open_updates(failed=under_way):
             raise BadInput(
-                f"save({str(folder)!r}) while {left[0]} is between two of its steps, where it was stopped or failed",
-                "a checkpoint would not know which are taken",
-                "run the same call again, which takes the rest, or give it up, with "
+                f"save({str(folder)!r}) after {left[0]} stopped or failed between two of its steps",
+                "a checkpoint does not hold which steps were taken",
+                "run the same call again, which takes the other steps, or abandon it with "
                 + ("lab.algorithm.restart()" if under_way else f"another update of {left[0].partition('.')[0]}"),
             )  # fmt: skip
 
@@ -229,8 +229,8 @@ class Checkpoints:
                 if not path.is_file():
                     raise StageError(
                         f"{path.name} of {role} is not in {str(folder)!r}",
-                        "its rank says that it wrote it: on another machine, which does not see this folder",
-                        "give a folder that all machines share",
+                        "its rank wrote it on another machine, which does not share this folder",
+                        "use a folder that all machines share",
                     )
         said = {
             role: {
@@ -323,7 +323,7 @@ def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
         else:
             raise BadInput(
                 f"saving in the middle of an iteration whose stage {stage!r} made a {type(found).__name__}",
-                "batches and metrics can be saved",
+                "only batches and metrics can be saved",
                 "finish the iteration first, with iterate()",
             )
     return algorithm.position(made)

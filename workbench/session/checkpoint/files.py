@@ -116,9 +116,9 @@ class Checkpoint:
         what = "is gone" if now is None else f"has {now['bytes']} bytes with another checksum"
         return BadInput(
             f"{self.folder / name} {what}",
-            "the manifest does not name it" if written is None else
+            "the manifest does not name the file" if written is None else
             f"{written['bytes']} bytes with SHA-256 {written['sha256'][:12]} were written",
-            "restore from another checkpoint: what was in this one is damaged",
+            "restore from another checkpoint: this one is damaged",
         )  # fmt: skip
 
     def controller(self) -> tuple[Description, dict[str, list[RankState]]]:
@@ -130,16 +130,16 @@ class Checkpoint:
 
         if not is_signed(self.values):
             raise BadInput(
-                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed since",
-                "it holds Python objects, and loading these runs code of the one who wrote it",
-                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
+                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed after it was signed",
+                "it holds Python objects, and loading them runs code of the person who wrote it",
+                f"if you trust that person and the place where it was kept: wb trust {shlex.quote(str(self.folder))}",
             )
         try:
             description, added = pickle.loads(self._read(CONTROLLER))
         except (ImportError, AttributeError) as error:
             raise MissingDependency(
                 f"checkpoint {str(self.folder)!r} was made with code that this process cannot import: {error}",
-                "its functions and worker classes are found by the names of their modules",
+                "its functions and worker classes are imported by the names of their modules",
                 "run from the folder of that module, or with PYTHONPATH=<folder>",
             ) from error
         random: dict[tuple[str, int], dict[str, Tensor]] = {}
@@ -254,9 +254,9 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     if not found:
         raise NotFound(
             f"no checkpoint in {str(folder)!r}",
-            "a checkpoint is a folder that lab.save(path) or automatic saves wrote"
+            "a checkpoint is a folder written by lab.save(path) or an automatic save"
             if folder.is_dir() else "there is no such folder",
-            "give the folder of one, or that of a run with automatic saves: runs/<name>/<time>",
+            "give the folder of a checkpoint, or of a run with automatic saves: runs/<name>/<time>",
         )  # fmt: skip
     return max((read_checkpoint(file.parent) for file in found), key=lambda checkpoint: checkpoint.values["saved_s"])
 

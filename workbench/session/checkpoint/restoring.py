@@ -36,8 +36,8 @@ class Restoring:
         for role, model in models.items():
             if (model is None or model.trained) and role not in (ROLLOUT, *checkpoint.values["roles"]):
                 raise BadInput(
-                    f"{checkpoint!r} lacks role {role!r}", "it was saved with all that the roles have learned",
-                    "restore from another checkpoint: what was in this one is damaged",
+                    f"{checkpoint!r} lacks role {role!r}", "a checkpoint must have all trained roles",
+                    "restore from another checkpoint: this one is damaged",
                 )  # fmt: skip
         self._files: dict[str, RoleFiles] = {}
         for role, said in checkpoint.values["roles"].items():
@@ -45,7 +45,7 @@ class Restoring:
             if role not in now:
                 raise BadInput(
                     where, f"this workbench has {', '.join(now)}",
-                    "declare the models that were saved; a role can be dropped with lab.drop afterwards",
+                    "declare the models that were saved; then you can drop a role with lab.drop",
                 )  # fmt: skip
             model, new = models[role], now[role]
             layout = before.layout_of(role)
@@ -58,12 +58,12 @@ class Restoring:
             for path in found.expected(moments=said["moments"]):
                 checkpoint.require(path)
             if (model is None) != (new is None):
-                raise BadInput(where, "its worker is of another kind here", "declare the model that was saved")
+                raise BadInput(where, "it has a worker of another kind here", "declare the model that was saved")
             if model is None or new is None:
                 if (size := description.layout_of(role).size) != standing.size and found.states:
                     raise BadInput(
                         f"{where}, for {size} ranks",
-                        f"a worker of its own kind keeps its state by rank, and {standing.size} have saved it",
+                        f"a worker of your own keeps its state by rank, and {standing.size} ranks have saved it",
                         f"give its pool {standing.size} devices",
                     )
                 continue
@@ -74,7 +74,7 @@ class Restoring:
                     raise BadInput(
                         f"{where}: {wrong} {saved.get(wrong, 'was not saved')}",
                         f"here it is {there.get(wrong, 'not there, or not trained')}",
-                        "declare the model that was saved, trained as it was",
+                        "declare the model that was saved, with the same parts trained",
                     )
 
     def retrained(self) -> Description:
@@ -147,7 +147,7 @@ def say_assigned(description: Description) -> None:
     """Print the training settings that were assigned while the saved run was open."""
     for role, field in description.changed:
         value = getattr(description.models[role].training, field)
-        print(f"goes on with lab.{role}.training.{field} = {value!r}, as it was assigned")
+        print(f"continues with lab.{role}.training.{field} = {value!r}, as it was assigned")
 
 
 def _settings(description: Description) -> dict[str, Any]:

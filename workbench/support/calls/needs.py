@@ -22,8 +22,8 @@ def marked(name: str, value: Any, called: str = "a mark of") -> Callable[[F], F]
         try:
             setattr(function, name, value)
         except AttributeError:
-            remedy = "wrap it in a function of your own"
-            raise BadInput(f"{called} {shown(function)}", "it takes no attributes", remedy) from None
+            remedy = "wrap it in your own function"
+            raise BadInput(f"{called} {shown(function)}", "attributes of it cannot be set", remedy) from None
         return function
 
     return decorate

@@ -20,9 +20,9 @@ _installed: dict[str, ModuleType] = {}  # thousands of modules, which each call 
 
 
 OWN_PROCESS = (
-    "a function runs in a process that can be killed, with copies of what it reads",
-    "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
-    "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
+    "a function runs in its own process, which can be killed, with copies of the objects that it uses",
+    "create such objects inside it, at its first call (functools.cache); or, inline, mark it with "
+    "@wb.limits(own_process=False): then it runs in its host, without limits",
 )
 
 
@@ -112,7 +112,7 @@ def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> list[bytes]:
                     what = f"column {shown(column, 80)}" if column else "an argument"
                     raise BadInput(
                         f"{what} of a row for {name} cannot be sent to its process: {said(error, 200)}",
-                        "columns that a function is given are texts, numbers, lists, dicts, and objects of such",
+                        "columns for a function must be texts, numbers, lists, dicts, or objects of these",
                     ) from error
         raise
 

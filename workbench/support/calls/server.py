@@ -107,8 +107,8 @@ def noting_alarms() -> Iterator[None]:
 # message about a call, its rule and its remedy
 NO_HANDLER = "sets a handler for signal.alarm outside the main thread"
 HANDLERS = (
-    "Python gives handlers to the main thread alone, in which plain functions are called one at a time",
-    "give concurrency=1, leave async and own_process=False out, or limit its time in another way",
+    "Python allows handlers only in the main thread, in which plain functions are called one at a time",
+    "set concurrency=1 without async and own_process=False, or limit its time in another way",
 )
 COROUTINES = 8  # at the same time, where no number was given
 
@@ -359,7 +359,7 @@ class Server:
             try:
                 work.append((i, invoke, finish, pickle.loads(packed)))
             except BaseException as error:
-                self.tell("wrong", i, f"could not be given its row: {_sent(error)[0]}")
+                self.tell("wrong", i, f"could not get its row: {_sent(error)[0]}")
         self._calls.add(work, concurrency)
 
     def _ping(self) -> None:

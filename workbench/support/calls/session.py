@@ -134,7 +134,7 @@ class CallProcess:
         try:
             self._socket.sendall(HEAD.pack(len(packed)) + packed)
         except TimeoutError:
-            self._stuck = f"took no message for {SEND_TIMEOUT_S:.0f} s"
+            self._stuck = f"accepted no message for {SEND_TIMEOUT_S:.0f} s"
             self._popen.kill()
         except OSError:  # `receive` finds the end after the earlier messages
             pass
@@ -183,7 +183,7 @@ class CallProcess:
         if code >= 0:
             return f"ended its process with exit code {code}"
         name = signal.Signals(-code).name
-        killed = " (the system kills a process where memory runs out)" if name == "SIGKILL" else ""
+        killed = " (the system kills a process when memory runs out)" if name == "SIGKILL" else ""
         return f"crashed its process with {name}{killed}"
 
 
@@ -279,7 +279,7 @@ class Session:
             if not self._ready:
                 self._fail_all(failed, f"cannot be loaded: its process {problem}")
             else:
-                why = CallFailed(str(problem), "a function raises, or returns its value", "mend the function")
+                why = CallFailed(str(problem), "a function must return or raise", "correct the function")
                 self._blame(failed, why)
 
     def _handle(self, message: tuple[Any, ...], done: Done, failed: Failed) -> None:
@@ -299,7 +299,7 @@ class Session:
             i, (text, cause, no_memory) = rest
             if no_memory:  # other calls may have taken the memory
                 self._kill()
-                remedy = "raise the limit, or mend the function"
+                remedy = "raise the limit, or correct the function"
                 self._blame(failed, CallFailed(f"raised {text}", self._memory_rule, remedy, cause))
             else:
                 self._drop([i])
@@ -328,10 +328,10 @@ class Session:
             self._asked_s = None
             return
         what, rule = f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call"
-        remedy = "write compute_reward(..., call_timeout_s=60), or wb.Sampling(call_timeout_s=60); or mend the function"
+        remedy = "write compute_reward(..., call_timeout_s=60), or wb.Sampling(call_timeout_s=60); or speed it up"
         if isinstance(self._peer, CallsInHost):
             if not self._peer.raises:
-                remedy += ": in its host (own_process=False) it goes on taking a core until it returns"
+                remedy += ": in its host (own_process=False) it continues to use a core until it returns"
                 self._fail(self._peer.give_up(late), failed, CallFailed(what, rule, remedy))
             return
         if self._asked_s is None:
@@ -355,7 +355,7 @@ class Session:
             self._fail(list(self._open) or sorted(self._calls)[:1], failed, why)
 
     def _fail_all(self, failed: Failed, what: str, cause: BaseException | None = None) -> None:
-        rule, remedy = "its process imports the modules that it uses", "mend what they do when they are imported"
+        rule, remedy = "its process imports the modules that it uses", "correct the code that runs at their import"
         self._fail(sorted(self._calls), failed, CallFailed(what, rule, remedy, cause))
 
     def _fail(self, calls: Sequence[int], failed: Failed, why: CallFailed) -> None:

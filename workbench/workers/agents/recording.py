@@ -119,8 +119,8 @@ class Recording:
             if isinstance(problem, Refused):
                 raise
             raise Refused.because(
-                f"{type(problem).__name__}: {words(problem)}", "tokens could not be made of the request",
-                "look at its messages and tools",
+                f"{type(problem).__name__}: {words(problem)}", "the request could not be tokenized",
+                "check its messages and tools",
             ) from problem  # fmt: skip
 
     @property
@@ -179,9 +179,9 @@ class Recording:
             self.ending = "max_tokens"
             which = "Generation.max_model_tokens" if left < 1 else "max_new_tokens"
             raise Refused.because(
-                f"{len(history.prompt_ids)} tokens of the prompt and {used} since",
-                f"the model reads {self._max_model_tokens} tokens, and max_new_tokens={self._sampling.max_new_tokens} "
-                "of them come after the first prompt of a conversation",
+                f"{len(history.prompt_ids)} tokens of the prompt and {used} after it",
+                f"the model reads {self._max_model_tokens} tokens; max_new_tokens={self._sampling.max_new_tokens} "
+                "limits the tokens after the first prompt of a conversation",
                 f"shorten the messages, or raise {which}", param="messages", code="context_length_exceeded",
             )  # fmt: skip
         return room if wanted is None else min(room, wanted)

@@ -30,8 +30,8 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
 }
 REMEDIES = {
-    "n": "ask n times",
-    "logprobs": "leave it out: a batch of agents has them in rollout_log_prob",
+    "n": "send n requests",
+    "logprobs": "leave it out: the batch has them in its column rollout_log_prob",
 }
 # Fields that do not affect the answer.
 WITHOUT_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
@@ -140,7 +140,7 @@ def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
             return
         raise Refused.because(
             f"{name}={shown(value)}", f"the server samples with {name}={mine}",
-            f"leave it out, or open it so: generate_sequences(agent=..., {name}=...), "
+            f"leave it out, or set it for the server: generate_sequences(agent=..., {name}=...), "
             f"lab.serve(sampling=wb.Sampling({name}=...))", param=name, code="unsupported_value",
         )  # fmt: skip
     if name in FIXED:
@@ -155,8 +155,8 @@ def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
         if sampling.temperature == 0 and type(value) is int:  # nothing is drawn
             return
         raise Refused.because(
-            f"seed={shown(value)}", "draws follow the stage's seed; the server takes it at temperature 0",
-            "leave it out; of agents generate_sequences(agent=..., seed=...) sets it",
+            f"seed={shown(value)}", "sampling uses the stage's seed; the server accepts a seed only at temperature 0",
+            "leave it out; for agents set generate_sequences(agent=..., seed=...)",
             param="seed", code="unsupported_value",
         )  # fmt: skip
     raise Refused.because(
@@ -172,7 +172,7 @@ def _most_tokens(given: Mapping[str, Any]) -> int | None:
             raise Refused.because(f"{name}={shown(value)}", "must be a whole number of at least 1", param=name)
     if len(set(named.values())) > 1:
         said = " and ".join(f"{name}={value}" for name, value in named.items())
-        raise Refused.because(said, "both limit the answer, and differ", "give one of them", param="max_tokens")
+        raise Refused.because(said, "both limit the answer, but differ", "give only one", param="max_tokens")
     return next(iter(named.values()), None)
 
 
@@ -194,8 +194,8 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
     raise Refused.because(
-        f"prompt={shown(value)}", "must be one text, or the token ids of one, and not empty",
-        "ask for several prompts one by one", param="prompt",
+        f"prompt={shown(value)}", "must be one text that is not empty, or its token ids",
+        "send one request for each prompt", param="prompt",
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
             found.append({"id": str(call["id"]), "type": "function", "function": function})
     except (TypeError, KeyError, ValueError, RecursionError):
         raise Refused.because(
-            f"tool_calls of {param}={shown(calls)}", "must be calls as the server has answered them", "send them again",
+            f"tool_calls of {param}={shown(calls)}", "must be calls as the server sent them", "send them unchanged",
             param=param,
         ) from None  # fmt: skip
     return found

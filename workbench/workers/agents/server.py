@@ -87,7 +87,7 @@ class AgentServer:
             from aiohttp import web
         except ImportError as error:
             raise MissingDependency(
-                "agent= without aiohttp", "the server of agents is made with it", "pip install aiohttp"
+                "agent= without aiohttp", "the server for agents needs it", "pip install aiohttp"
             ) from error
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind((HOST, 0))

@@ -110,9 +110,9 @@ class Serving:
         if self._recordings[self._rows[call]].flooded:
             self._server.forget(call)
             self._agents.fail(call, CallFailed(
-                f"went on after {MOST_REFUSED} requests that were refused, or for whose answer it did not wait",
-                "a request that is refused is refused again, and an answer takes its time",
-                "look at the errors that it gets, and at its time limits",
+                f"continued after {MOST_REFUSED} refused or abandoned requests",
+                "a refused request is refused again, and an answer takes time",
+                "check the errors that it gets, and its time limits",
             ))  # fmt: skip
 
     def answer(self, response: Response) -> None:
@@ -145,7 +145,7 @@ class Serving:
         said = recording.row()
         if failure is None and not any(segment.turn_ends for segment in recording.segments):
             failure = self._agents.error(i, CallFailed(
-                "asked the server for nothing", "a sample has at least one answer to train on",
+                "sent no request to the server", "a sample needs at least one answer to train on",
                 "ask for a chat completion, or a completion, before you return",
             ))  # fmt: skip
         if failure is not None:

@@ -132,16 +132,16 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
             if arguments[name] is not None:
                 raise BadInput(
                     f"{name}={arguments[name]} with loss={name_of(loss)}",
-                    "a clip is for the losses that have a name here: a function has options of its own",
+                    "a clip applies to built-in losses only: a function has its own options",
                     f"leave it out, or write {name}=None; functools.partial({name_of(loss)}, {name}={arguments[name]}) "
-                    "gives it to the function",
+                    "passes it to the function",
                 )
     given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
     if given and (loss == "sapo" or isinstance(loss, KLCov)):
         why = "SAPO has no clip: its gate is smooth" if loss == "sapo" else "KL-Cov has no clip"
         raise BadInput(f"{given} with loss={loss!r}", why, "leave it out")
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
-        raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
+        raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "only 'ppo' has a dual clip", "leave it out")
     correction, covariance = arguments["correction"], isinstance(loss, CovarianceLoss)
     if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1 or covariance):
         which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
@@ -150,8 +150,8 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
 
 
 _NEEDS_OLD = (
-    "that compares with log-probabilities of before the update",
-    "call compute_log_prob first, and leave on_policy out; an algorithm does so by its field: algo.epochs = 2",
+    "that needs the log-probabilities from before the update",
+    "call compute_log_prob first, and leave out on_policy; an algorithm does so with its field: algo.epochs = 2",
 )
 
 
@@ -186,7 +186,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if self.spec.adapter is None:
             raise BadInput(
                 "an actor without an adapter as the reference",
-                "without one, nothing keeps the policy as it was at first",
+                "without an adapter, the initial policy is not kept",
                 "declare a reference in models=, or wb.Model(..., adapter=wb.LoRA()) as the actor",
             )
         return without_adapter(self.engine.module.model)  # type: ignore[arg-type]
@@ -393,8 +393,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         norm, notes = output.metrics.get("grad_norm"), output.notes
         if weights is not None and len(invalid | {*skip}) < len(batch) and isinstance(norm, Mean) and norm.value == 0:
-            what = f"the gradient of each step was 0, as where no token with an advantage has a weight by {correction}"
-            notes = (*notes, f"{what}. Momentum and weight decay alone move weights")
+            what = f"the gradient of each step was 0: maybe {correction} gives each token with an advantage weight 0"
+            notes = (*notes, f"{what}. Only momentum and weight decay change weights")
         return replace(output, metrics={**output.metrics, **skipped, **weight_metrics}, notes=notes)
 
     @register(ONE_TO_ALL)

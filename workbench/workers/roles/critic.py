@@ -41,7 +41,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         if arguments["clip"] not in (None, CLIP):
             raise BadInput(
                 f"clip={arguments['clip']} with loss={name_of(loss)}",
-                "the clip is the squared error's: a function has options of its own",
+                "the clip applies to the built-in squared error only: a function has its own options",
                 f"leave it out, or write clip=None; functools.partial({name_of(loss)}, clip={arguments['clip']}) gives "
                 "it to the function",
             )

@@ -101,7 +101,7 @@ def check_top_k(arguments: Mapping[str, Any], model: Model) -> None:
     size = min((size for size in sizes if size is not None), default=arguments["top_k"])
     if arguments["top_k"] > size:
         raise BadInput(
-            f"top_k={arguments['top_k']}", f"the teacher chooses among {size} tokens", f"take at most top_k={size}"
+            f"top_k={arguments['top_k']}", f"the teacher can choose among {size} tokens", f"use at most top_k={size}"
         )
 
 
@@ -165,8 +165,8 @@ class DistilledWorker(TrainedWorker):
         if uneven:
             raise BadInput(
                 f"columns {', '.join(TEACHER_COLUMNS[:2])}",
-                "they hold equally many numbers for each response token",
-                "take them as compute_teacher_log_prob wrote them",
+                "they must have the same number of values for each response token",
+                "use the columns that compute_teacher_log_prob wrote",
             )
         if largest >= size:
             raise BadInput(

@@ -172,7 +172,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if strategy is not None and self.transitions.slices is None:
             raise BadInput(
                 f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
-                "strategies differ in how slices of the model meet: with p*t = 1 and without ZeRO-3 there are none",
+                "a strategy is a way to gather slices of the model: with p*t = 1 and without ZeRO-3 there are none",
                 "call sync_weights(), or give the actor a layout with p*t > 1 or Training(zero_stage=3)",
             )
         metrics = self._sync(strategy)

@@ -97,24 +97,24 @@ def _check(arguments: Mapping[str, Any]) -> None:
     if arguments["bootstrap"] and (arguments["estimator"] not in WITH_CRITIC or arguments["macro_tokens"] != 1):
         raise BadInput(
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']!r}",
-            "values continue a response that was cut: gae's, token by token, or gae_turn's",
+            "only 'gae' with macro_tokens=1 and 'gae_turn' use values to continue a response that was cut",
         )
     if arguments["estimator"] == "off_policy_baseline" and not isinstance(arguments["correction"], Correction):
         raise BadInput(
             f"estimator='off_policy_baseline' with correction={shown(arguments['correction'])}",
-            "its baseline is the best one for the weights of the update",
-            "give the wb.Correction(...) that update_actor is given",
+            "its baseline depends on the weights that the update's correction gives",
+            "give the same wb.Correction(...) as to update_actor",
         )
     if arguments["macro_tokens"] != 1 and arguments["estimator"] != "gae":
         raise BadInput(
             f"macro_tokens={arguments['macro_tokens']!r} with estimator={arguments['estimator']!r}",
-            "macro actions are steps of GAE; the other estimators give one advantage a response",
+            "only the estimator 'gae' has macro actions",
         )
     if arguments["overlong_buffer"]:
         if arguments["max_response_tokens"] is None:
             raise BadInput(
                 f"overlong_buffer={arguments['overlong_buffer']} without max_response_tokens",
-                "the penalty begins that many tokens before the longest response that is allowed",
+                "the penalty begins that many tokens before the limit of a response",
                 "give max_response_tokens, the max_new_tokens of the rollouts",
             )
         check_range("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])

@@ -318,8 +318,8 @@ class PreferenceWorker(TrainedWorker):
             return ()
         kind, other = ("desirable", "undesirable") if good else ("undesirable", "desirable")
         return (
-            f"all {rows} answers are {kind}: KTO learns from both kinds, and with one the policy can raise or lower "
-            f"all answers alike. Give {other} ones too, such as both answers of pairs",
+            f"all {rows} answers are {kind}: KTO learns from both kinds. With one kind, the policy can raise or lower "
+            f"the probability of all answers. Give {other} ones too, such as both answers of pairs",
         )
 
     def _reference_point(self, mismatched: Tensor, batch: Shard) -> float:

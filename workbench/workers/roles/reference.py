@@ -152,8 +152,8 @@ class ReferencePolicy(PassWorker):
         module: Any = self.engine.module
         if self.context.layout.p * self.context.layout.t > 1 or any(hasattr(w, "ds_id") for w in module.parameters()):
             raise BadInput(
-                "compute_precisions on a model that is cut over ranks", "each rank computes with the whole model",
-                "take a layout without p and t, and zero_stage=2 or less",
+                "compute_precisions on a model that is sharded over ranks", "each rank needs the whole model",
+                "use a layout with p=t=1, and zero_stage=2 or less",
             )  # fmt: skip
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         self.engine.load("parameters")
@@ -239,7 +239,7 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
         wrong = [name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name)]
         if wrong:
             raise BadInput(
-                f"weight {min(wrong)!r}", "the reference takes over weights of its own architecture alone",
+                f"weight {min(wrong)!r}", "the reference can take over only weights of its own architecture",
                 "open the workbench with the actor's model as reference",
             )  # fmt: skip
         plan, rank = plan_of_taking(weights, *layouts), self.context.communicator.rank

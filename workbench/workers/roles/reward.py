@@ -43,7 +43,7 @@ def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
     if not model.trained:
         raise BadInput(
             f"{model}, which is not trained",
-            "a reward or cost model has an optimizer where its settings are given",
+            "a reward or cost model has an optimizer only if training settings are given",
             "open with wb.Model(name, training=wb.Training(...)) for this role",
         )
 

@@ -85,8 +85,8 @@ class RolloutWorker(SamplingWorker):
     def before_rollouts(self) -> None:
         if self.generator.weights_version < 0:
             raise SyncError(
-                "the rollout workers have no whole set of weights",
-                "the last sync failed, or they were moved since",
+                "the rollout workers have no complete set of weights",
+                "the last sync failed, or they were moved after it",
                 "lab.actor.sync_weights()",
             )
 
@@ -182,7 +182,7 @@ class RolloutWorker(SamplingWorker):
         if strategy is not None:
             raise BadInput(
                 f"sync_weights(strategy={strategy!r}) with rollout workers",
-                "strategies differ in how slices meet on the actor's ranks; each rank of a pool is sent what it needs",
+                "a strategy is a way to gather slices on the actor's ranks; rollout workers get just what they need",
                 "call sync_weights(), or leave the role rollout out of the placement",
             )
         self.before_rollouts()

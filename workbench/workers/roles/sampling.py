@@ -158,7 +158,7 @@ class SamplingWorker(Worker):
         else:
             free = available_bytes()
         if free < nbytes and not self._said:
-            self._room_note, self._said = f"weight syncs are whole: for patches a rank keeps {bytes_text(nbytes)}", True
+            self._room_note, self._said = f"each sync sends whole weights: patches need {bytes_text(nbytes)} free", True
         return free >= nbytes
 
     def take_notes(self) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ class SupervisedWorker(TrainedWorker):
         # every rank raises, or none: a rank that went on would wait for the others
         if self.context.groups.data.all_reduce_max(torch.tensor([len(wrong)])).item():
             raise BadInput(
-                f"column {name!r}" + (f" with {shown(wrong[0])}" if wrong else " with something else on another rank"),
-                "compute_loss reads a text in each row",
+                f"column {name!r}" + (f" with {shown(wrong[0])}" if wrong else " with another value on another rank"),
+                "compute_loss needs a text in each row",
                 "name a column of strings with text=",
             )
         start = self.tokenizer.bos_token_id
