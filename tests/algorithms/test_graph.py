@@ -113,6 +113,10 @@ EDITS: list[tuple[Any, str]] = [
     (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
     (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
     (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
+    (
+        lambda a: a.once("update_actor", {"clip": 0.1}),
+        r"other arguments by name.*write algo\.once\(stage, name=value\)",
+    ),
     (lambda a: a.insert(3, after="prompts", name="three"), "function=3. must be a function"),
     (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
 ]
@@ -163,7 +167,11 @@ class Peeping(Algorithm):
 PEEPING: dict[str, Any] = {
     "Peeping: batch.rows": lambda algorithm, lab, batch: batch.rows,
     r"what generate_sequences makes, \['rewards'\], in define": lambda algorithm, lab, batch: batch["rewards"],
-    "what split makes, in a loop, in define": lambda algorithm, lab, batch: [*batch.split(2)],
+    "what generate_sequences makes, in a loop, in define": lambda algorithm, lab, batch: [*batch],
+    "Peeping: batch.df in define": lambda algorithm, lab, batch: batch.df(),
+    "Peeping: batch.failed in define": lambda algorithm, lab, batch: batch.failed(),
+    "Peeping: batch.split in define": lambda algorithm, lab, batch: batch.split(2),
+    "Peeping: lab.last_metrics in define": lambda algorithm, lab, batch: lab.last_metrics["update_actor"],
     "what generate_sequences makes, as a condition, in define": lambda algorithm, lab, batch: batch or None,
     r"len\(\) of what generate_sequences makes in define": lambda algorithm, lab, batch: len(batch),
     "Peeping: lab.evaluate in define": lambda algorithm, lab, batch: lab.evaluate("arithmetic/test", n=2),
@@ -206,7 +214,7 @@ def test_the_algorithm_of_the_docs_decides_by_numbers(lab: wb.Workbench) -> None
     (block,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "class Careful" in one)
     made: dict[str, Any] = {"wb": wb}
     exec(block, made)
-    careful = made["Careful"](lab, prompts=2, samples=4, sampling=SHORT, reward=vowels)
+    careful = made["Careful"](lab, prompts=2, samples=4, sampling=SHORT, reward=vowels, most_kl=20.0)  # no KL is above
     before = lab.weights["actor"].steps
     careful.iterate()
     assert lab.weights["actor"].steps == before + 4  # two minibatches each

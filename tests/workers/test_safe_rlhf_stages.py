@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def test_what_is_missing_is_named(lab: wb.Workbench, scored: wb.Batch) -> None:
     settings: tuple[tuple[dict[str, Any], str], ...] = (
         ({"multiplier": 0.1, "multiplier_bounds": (1.0, 0.1)}, "multiplier_bounds=.*two numbers"),
         ({"multiplier_bounds": ("a", "b")}, "multiplier_bounds=.*two numbers"),
+        ({"multiplier_bounds": (0.01, math.inf)}, "multiplier_bounds=.*infinity"),
         ({"multiplier": 11.0}, r"SafeRLHF\.multiplier=11\.0.*within multiplier_bounds"),
         ({"multiplier_rate": -1.0}, r"SafeRLHF\.multiplier_rate=-1"),
         ({"value_clip": -1.0}, r"SafeRLHF\.value_clip=-1"),

@@ -40,10 +40,9 @@ class DAPO(RolloutAlgorithm):
     clip: float = 0.2
     clip_high: float = 0.28
 
-    def __post_init__(self) -> None:
-        self.need("reward")
-        # dynamic_sampling returns as many rows as it takes
-        self._check_rows({"dynamic_sampling": self.prompts * self.samples})
+    @property
+    def _rows_returned(self) -> dict[str, int]:
+        return {"dynamic_sampling": self.prompts * self.samples}
 
     def define(self, lab: Lab) -> None:
         longest = self.sampling.max_new_tokens

@@ -57,6 +57,10 @@ class Distill(Algorithm):
             check_names("teacher_prompt", self.teacher_prompt, ("prompt",), source.extra_columns)
         self.need("actor", self.teacher)
 
+    @property
+    def _rows_returned(self) -> dict[str, int]:
+        return {"tell_teacher": self.prompts * self.samples}
+
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))

@@ -40,8 +40,9 @@ class TracedBatch(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         tracer: Tracer = object.__getattribute__(self, "_tracer")
-        if name.startswith("_") or not callable(getattr(Batch, name, None)):
-            raise _looks_at(f"{tracer.title}: batch.{name}")
+        made = getattr(getattr(Batch, name, None), "__annotations__", {})
+        if name.startswith("_") or made.get("return") != Batch.__name__:  # it returns no batch
+            raise _looks_at(f"{tracer.title}: batch.{name}", self.stage)
 
         def method(*args: Any, **kwargs: Any) -> TracedBatch:
             plain = tuple(StandIn(a.stage) if isinstance(a, StandIn) else a for a in args)
@@ -51,23 +52,24 @@ class TracedBatch(StandIn):
         return method
 
     def __getitem__(self, key: Any) -> Any:
-        raise _looks_at(f"what {self.stage} makes, [{key!r}],")
+        raise _looks_at(f"what {self.stage} makes, [{key!r}],", self.stage)
 
     def __iter__(self) -> Any:
-        raise _looks_at(f"what {self.stage} makes, in a loop,")
+        raise _looks_at(f"what {self.stage} makes, in a loop,", self.stage)
 
     def __len__(self) -> int:
-        raise _looks_at(f"len() of what {self.stage} makes")
+        raise _looks_at(f"len() of what {self.stage} makes", self.stage)
 
     def __bool__(self) -> bool:
-        raise _looks_at(f"what {self.stage} makes, as a condition,")
+        raise _looks_at(f"what {self.stage} makes, as a condition,", self.stage)
 
 
-def _looks_at(what: str) -> BadInput:
+def _looks_at(what: str, stage: str) -> BadInput:
     return BadInput(
         f"{what} in define",
         "the lines of a dataflow do not look at what a stage makes: they are also run without it",
-        "put what depends on values into a function, as a stage: lab.apply(function, batch)",
+        "put what depends on values into a function, as a stage: lab.apply(function, batch); a cell can look at "
+        f"algorithm.made[{stage!r}]",
     )
 
 
@@ -108,6 +110,12 @@ class Tracer(StageNames):
             return partial(self.call, lab.compute_advantages)
         if name in lab.groups:
             return TracedGroup(self, lab.groups[name])
+        if name == "last_metrics":
+            raise BadInput(
+                f"{self.title}: lab.last_metrics in define",
+                "its lines are also run before the stages whose metrics these are",
+                "read them in finish(self, metrics), and keep what define needs in a field",
+            )
         value = getattr(lab, name)  # plain values, such as the seed; raises for a role that does not exist
         if callable(value):
             raise BadInput(
@@ -154,7 +162,7 @@ class Tracer(StageNames):
         while name in taken:
             number += 1
             name = f"{wanted}_{number}"
-        self.stages.append(replace(stage, name=name))
+        self.stages.append(stage if name == stage.name else replace(stage, name=name))
         return TracedBatch(self, name)
 
     def graph(self) -> Graph:

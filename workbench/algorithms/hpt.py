@@ -20,7 +20,7 @@ from workbench.data.reward_function import Weight
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.estimators import response_scores
 from workbench.settings.engines import Sampling
-from workbench.support.validation import FINITE, Number, PositiveFloat, PositiveInt, Rule
+from workbench.support.validation import Number, PositiveFloat, PositiveInt, Rule
 from workbench.workers.sampling_mask import MASK_COLUMNS
 
 
@@ -48,7 +48,7 @@ class HPT(Algorithm):
     reward_weights: Mapping[str, Weight] | None = None
     passing: Number = 1.0
     gate: Annotated[Number, Field(ge=0, lt=1), Rule("must be a share of the responses, in [0, 1)")] = 0.0
-    sft_coefficient: Annotated[PositiveFloat, FINITE] = 1.0
+    sft_coefficient: PositiveFloat = 1.0
     estimator: str | Callable[..., Any] = "dr_grpo"
     loss: str | Callable[..., Any] = "ppo"
     clip: float | None = None
@@ -58,6 +58,10 @@ class HPT(Algorithm):
     def __post_init__(self) -> None:
         ExampleStream.check(self.demonstrations, "demonstrations", self.prompts, "prompts")
         self.need("reward")
+
+    @property
+    def _rows_returned(self) -> dict[str, int]:
+        return {"set_aside": self.prompts, "choose": self.prompts * self.samples}
 
     def define(self, lab: Lab) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.prompts)

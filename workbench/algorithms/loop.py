@@ -40,7 +40,7 @@ from workbench.objectives.losses import CovarianceLoss
 from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_call
+from workbench.support.named_fields import check_call, check_switches
 from workbench.support.notebook_cell import Cell, running_cell, variable_of
 from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
@@ -70,8 +70,11 @@ class Algorithm(StageEdits):
     _from_buffer: Sequence[WaitingRollouts] = ()  # rollouts that the iteration took from `lab.buffer`; () once trained
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
-        check_call(cls.__name__, inspect.signature(cls.__init__), (cls, *args), kwargs)
+        """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`; refuse fields
+        that have no effect, see `check_switches`."""
+        signature = inspect.signature(cls.__init__)
+        given = check_call(cls.__name__, signature, (cls, *args), kwargs).arguments
+        check_switches(cls.__name__, signature.parameters, given)
         algorithm = super().__new__(cls)
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={}, _made_in=running_cell())
         return algorithm
@@ -134,6 +137,7 @@ class Algorithm(StageEdits):
         of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
         if not self._under_way:
             graph.check_columns()  # before prompts are drawn
+            self._check_rows(graph)  # a role's `minibatches` may have changed
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted, self._by_hand = True, False, False
@@ -430,14 +434,20 @@ class Algorithm(StageEdits):
                 f"it has {', '.join(self.lab.groups)}",
                 f"open one with these roles in models={without}",
             )
-        self._check_rows()
-        self.graph().check_corrections(title)
+        graph = self.graph()
+        self._check_rows(graph)
+        graph.check_corrections(title)
         self.lab.position.take_up(self)
 
-    def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
+    @property
+    def _rows_returned(self) -> dict[str, int]:
+        """The number of rows that functions of `define` return, by stage, where it is known."""
+        return {}
+
+    def _check_rows(self, graph: Graph) -> None:
         """Raise `BadInput` if prompts, samples or rows give batches that ranks and minibatches cannot divide."""
         counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
-        self.graph().check_rows(f"{type(self).__name__}({', '.join(counts)})", known)
+        graph.check_rows(f"{type(self).__name__}({', '.join(counts)})", self._rows_returned)
 
     def metrics(self) -> dict[str, float]:
         """Wait for the newest iteration's stages and return their metrics as {"stage/metric": value}."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.objectives.losses import CovarianceLoss
-from workbench.support.validation import FINITE, NonNegativeFloat, PositiveFloat, PositiveInt
+from workbench.support.validation import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PPO(RolloutAlgorithm):
     lam: float = 0.95
     kl_coefficient: NonNegativeFloat = 0.05
     kl: str = "k1"
-    kl_target: Annotated[PositiveFloat, FINITE] | None = None
+    kl_target: PositiveFloat | None = None
     kl_horizon: PositiveInt = 10_000
     macro_tokens: int | Literal["random", "perplexity", "steps"] = 1
     bootstrap: bool = False

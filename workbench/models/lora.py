@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadInput
 from workbench.support.files import new_folder
-from workbench.support.validation import FINITE, SEQUENCE, PositiveFloat, PositiveInt, Rule, settings
+from workbench.support.validation import SEQUENCE, PositiveFloat, PositiveInt, Rule, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ class LoRA:
     """
 
     rank: PositiveInt = 16
-    alpha: Annotated[PositiveFloat, FINITE] = 32.0
+    alpha: PositiveFloat = 32.0
     targets: LayerNames | None = None
 
     def __str__(self) -> str:

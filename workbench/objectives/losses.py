@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import check_2d, check_range, same_shape, upcast
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
-from workbench.support.validation import FINITE, NonNegativeFloat, Number, Rule, settings
+from workbench.support.validation import NonNegativeFloat, Number, Rule, settings
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 # the default (clip_low, clip_high) of each loss, from its paper
@@ -247,7 +247,7 @@ class KLCov:
     """
 
     share: Share = 0.002
-    coefficient: Annotated[NonNegativeFloat, FINITE] = 1.0
+    coefficient: NonNegativeFloat = 1.0
 
 
 @settings()

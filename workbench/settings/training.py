@@ -16,7 +16,6 @@ from workbench.errors.containing import must_propagate
 from workbench.errors.plain_text import said, shown
 from workbench.settings.roles import CRITICS
 from workbench.support.validation import (
-    FINITE,
     SEQUENCE,
     NonNegativeFloat,
     NonNegativeInt,
@@ -88,7 +87,7 @@ def _are_patterns(rates: Mapping[str, float]) -> Mapping[str, float]:
 
 
 Rates = Annotated[
-    Mapping[Annotated[str, Field(min_length=1)], Annotated[NonNegativeFloat, FINITE]],
+    Mapping[Annotated[str, Field(min_length=1)], NonNegativeFloat],
     AfterValidator(_are_patterns),
     Rule("must be factors of the rate, 0 or more, by patterns of names", 'write rates={"embed": 0.1}'),
 ]
@@ -133,18 +132,18 @@ class Training:
     engine: TrainingEngine = "deepspeed"
     zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
     optimizer: Optimizer = "adamw"
-    learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
+    learning_rate: NonNegativeFloat | None = None
     rates: Rates | None = None
     betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
         0.9,
         0.95,
     )
-    eps: Annotated[PositiveFloat, FINITE] = 1e-8
-    weight_decay: Annotated[NonNegativeFloat, FINITE] = 0.0
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = "constant"
     warmup_steps: NonNegativeInt = 0
     total_steps: PositiveInt | None = None
-    max_grad_norm: NonNegativeFloat = 1.0
+    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     minibatches: PositiveInt = 1
     micro_batch_tokens: PositiveInt | None = None
     head_dtype: HeadDType = "same"

@@ -109,7 +109,8 @@ class GroupOperation:
         own = dict(kwargs)
         own.pop("timeout_s", None)
         samples = own.pop("samples", 1) if self.operation.samples else 1
-        whole("samples", samples, 1)
+        if self.operation.samples:
+            whole("samples", samples, 1)
         arguments = checked_arguments(self.operation, self.group.role, args, own)
         if samples > 1 and arguments.get("resume"):
             raise BadInput(f"samples={samples} with resume=True", "its rows are responses already", "leave samples out")

@@ -95,6 +95,17 @@ ELSEWHERE: dict[str, str] = {
     "step": "algorithm.step(), as in wb.PPO(lab).step()",
 }  # fmt: skip
 
+# An argument -> those of which one switches it on, where the call has them.
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "kl": ("kl_coefficient",),
+    "kl_horizon": ("kl_target",),
+    "max_response_tokens": ("aggregation", "overlong_buffer"),
+    "pretrain_coefficient": ("pretrain",),
+    **dict.fromkeys(("max_turns", "max_calls", "max_seconds", "most_open", "concurrency", "call_timeout_s", "retries",
+                     "most_failed"), ("environment", "agent")),
+}  # fmt: skip
+OFF = (None, 0, "token-mean")  # defaults with which these are off
+
 
 class NamedAttributes:
     """A base class of objects that users hold: the error for an unknown attribute says what to write."""
@@ -152,6 +163,20 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
         raise BadInput(f"{called}() without {', '.join(missing)}", "it has no default", remedy)
 
 
+def check_switches(called: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for an argument without effect, because the one that switches it on was left out. A switch that
+    is given as off is a choice, as one arm of a sweep makes it: `kl="k2", kl_coefficient=0` is allowed."""
+    for name, value in given.items():
+        switches = [switch for switch in SWITCHES.get(name, ()) if switch in parameters]
+        off = switches and all(switch not in given and parameters[switch].default in OFF for switch in switches)
+        if off and isinstance(value, str | int | float) and value != parameters[name].default:
+            raise BadInput(
+                f"{called}({name}={shown(value)})",
+                f"it has no effect without {' or '.join(switches)}",
+                f"give {switches[0]}=..., or leave {name} out",
+            )
+
+
 def check_call(
     called: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
@@ -165,6 +190,9 @@ def check_call(
         named = [p for p in parameters if p.kind not in (SEVERAL, NAMED)]
         by_place = [p for p in named if p.kind is not KEYWORD]
         rule, remedy = f"it takes {', '.join(p.name for p in named) or 'no arguments'}", f"see help({called})"
+        if by_place == named and parameters[-1:] and parameters[-1].kind is NAMED:
+            rule += ", and other arguments by name"
+            remedy = f"write {called}({', '.join(p.name for p in by_place)}, name=value)"
         if len(by_place) >= given:
             raise BadInput(f"{called}(...): {error}", rule, remedy) from None
         if not by_place:

@@ -124,9 +124,9 @@ Whole = Annotated[int, BeforeValidator(_as_int)]
 Number = Annotated[float, BeforeValidator(_as_float)]
 PositiveInt = Annotated[Whole, Field(ge=1)]
 NonNegativeInt = Annotated[Whole, Field(ge=0)]
-PositiveFloat = Annotated[Number, Field(gt=0)]
-NonNegativeFloat = Annotated[Number, Field(ge=0)]
 FINITE = Field(allow_inf_nan=False)
+PositiveFloat = Annotated[Number, Field(gt=0), FINITE]
+NonNegativeFloat = Annotated[Number, Field(ge=0), FINITE]
 SEQUENCE = Strict(False)  # for a tuple: accept a list
 
 

@@ -32,7 +32,7 @@ from workbench.objectives.correction import Correction
 from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import CovarianceLoss, KLCov, PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
+from workbench.support.validation import FINITE, NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.model_worker import check_update
 from workbench.workers.passes import (
@@ -281,12 +281,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         *,
         loss: PolicyLoss | CovarianceLoss | Callable[..., Any] = "ppo",
         clip: ZeroToOne | None = None,
-        clip_high: NonNegativeFloat | None = None,
+        clip_high: Annotated[Number, Field(ge=0)] | None = None,
         dual_clip: Annotated[Number, Field(ge=1)] | None = None,
         epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
         max_response_tokens: PositiveInt | None = None,
-        entropy_coefficient: float = 0.0,
+        entropy_coefficient: Annotated[Number, FINITE] = 0.0,
         kl_coefficient: NonNegativeFloat = 0.0,
         kl: KLLoss = "k3",
         correction: Correction | None = None,
