@@ -45,7 +45,7 @@ def update(lab: wb.Workbench, batch: wb.Batch) -> None:
 def test_a_loop_by_hand(lab: wb.Workbench) -> None:
     """Its rows say which weights drew them and how long ago; the oldest are drawn first, as they were."""
     buffer, seen = lab.buffer, []
-    assert repr(buffer) == "<Buffer: nothing waits>" and "nothing waits" in buffer._repr_html_()
+    assert repr(buffer) == "<Buffer: empty>" and "is empty" in buffer._repr_html_()
     start = lab.weights["actor"].steps
     for _ in range(3):
         while buffer.may_start(2, 1):
@@ -107,7 +107,7 @@ def test_bad_input(lab: wb.Workbench) -> None:
     buffer.add(generated(lab, temperature=0.5))
     for wrong in (lambda groups: [1.0], lambda groups: "none", lambda groups: groups["reward"]):
         buffer.priority = wrong
-        with expect_error(BadInput, rule="must give one number a group, 4 in all"):
+        with expect_error(BadInput, rule="must return one number a group, 4 in all"):
             buffer.draw(1)
     buffer.priority = None
     with expect_error(BadInput, value="temperature"):
@@ -116,7 +116,7 @@ def test_bad_input(lab: wb.Workbench) -> None:
     with expect_error(BadInput, value="groups=0"):
         buffer.draw(0)
     buffer.clear()
-    with expect_error(BadInput, value="2 groups have responses that paused", remedy="resume=True"):
+    with expect_error(BadInput, value="2 groups have paused responses", remedy="resume=True"):
         buffer.add(generated(lab, pause_after=1))
     assert len(buffer.df()) == 0
     with expect_error(BadInput, value="max_staleness=-1"):

@@ -169,7 +169,7 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.PPO(lab, kl_target=6.0, kl_horizon=3), r"PPO\(kl_horizon=3\) with 16 responses"),
         (
             lambda: wb.PPO(lab, kl_target=0.1, kl_coefficient=0),
-            r"kl_target=0\.1, kl_coefficient=0\.0\).*kl_coefficient to",
+            r"kl_target=0\.1, kl_coefficient=0\.0\).*kl_coefficient above",
         ),
         (lambda: wb.GRPO(lab, loss="gspo", dual_clip=3.0), "dual_clip"),
         (lambda: wb.GRPO(lab, loss="trpo").graph(), "loss='trpo'"),

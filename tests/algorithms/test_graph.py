@@ -109,7 +109,7 @@ def test_stages_are_replaced_inserted_and_removed_by_name(lab: wb.Workbench) -> 
 EDITS: list[tuple[Any, str]] = [
     (lambda a: a.remove("compute_values"), r"stage 'compute_advantages' would read column 'values'"),
     (lambda a: a.remove("compute_valuse"), r"stage 'compute_valuse'.*PPO has prompts, generate_sequences"),
-    (lambda a: a.remove("prompts"), "nothing comes before it"),
+    (lambda a: a.remove("prompts"), "it takes no batch, and other stages"),
     (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
     (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
     (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
@@ -166,14 +166,14 @@ class Peeping(Algorithm):
 
 PEEPING: dict[str, Any] = {
     "Peeping: batch.rows": lambda algorithm, lab, batch: batch.rows,
-    r"what generate_sequences makes, \['rewards'\], in define": lambda algorithm, lab, batch: batch["rewards"],
-    "what generate_sequences makes, in a loop, in define": lambda algorithm, lab, batch: [*batch],
+    r"\['rewards'\] of the output of generate_sequences in define": lambda algorithm, lab, batch: batch["rewards"],
+    "a loop over the output of generate_sequences in define": lambda algorithm, lab, batch: [*batch],
     "Peeping: batch.df in define": lambda algorithm, lab, batch: batch.df(),
     "Peeping: batch.failed in define": lambda algorithm, lab, batch: batch.failed(),
     "Peeping: batch.split in define": lambda algorithm, lab, batch: batch.split(2),
     "Peeping: lab.last_metrics in define": lambda algorithm, lab, batch: lab.last_metrics["update_actor"],
-    "what generate_sequences makes, as a condition, in define": lambda algorithm, lab, batch: batch or None,
-    r"len\(\) of what generate_sequences makes in define": lambda algorithm, lab, batch: len(batch),
+    "the output of generate_sequences as a condition in define": lambda algorithm, lab, batch: batch or None,
+    r"len\(\) of the output of generate_sequences in define": lambda algorithm, lab, batch: len(batch),
     "Peeping: lab.evaluate in define": lambda algorithm, lab, batch: lab.evaluate("arithmetic/test", n=2),
     "Peeping: lab.actor.training.learning_rate = 1.0 in define": lambda algorithm, lab, batch: setattr(
         lab.actor.training, "learning_rate", 1.0
@@ -235,7 +235,7 @@ def test_a_stage_that_was_forgotten_is_named(lab: wb.Workbench) -> None:
     def define(algorithm: Any, lab: wb.Workbench, batch: Any) -> None:
         lab.actor.update_actor(lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"))
 
-    with expect_error(BadInput, value="column 'old_log_prob'", remedy="call actor.compute_log_prob before it"):
+    with expect_error(BadInput, value="column 'old_log_prob'", remedy="call actor.compute_log_prob first"):
         Peeping(lab, define).graph()
 
 
@@ -244,7 +244,9 @@ def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:
     algorithm.replace("prompts", n=1)
     assert algorithm.step().rows == 1
     algorithm.step()
-    with expect_error(BadInput, value="inserting 'half'", rule="'generate_sequences'.*has run in this iteration"):
+    with expect_error(
+        BadInput, value="inserting 'half'", rule="'generate_sequences'.*has already run in this iteration"
+    ):
         algorithm.insert(BestOf.better_half, after="prompts", name="half")
     algorithm.insert(BestOf.better_half, after="compute_reward", name="half")
     algorithm.iterate()
@@ -278,7 +280,7 @@ def test_a_finished_iteration_is_over_whatever_the_graph_becomes(lab: wb.Workben
     assert second["update_actor/optimizer_steps"] == first["update_actor/optimizer_steps"] + 2
     algorithm.step()
     algorithm.step()
-    with expect_error(BadInput, rule="'generate_sequences'.*has run", remedy=r"restart\(\)"):
+    with expect_error(BadInput, rule="'generate_sequences'.*has already run", remedy=r"restart\(\)"):
         algorithm.insert(look, after="prompts", name="again")
     algorithm.restart()
     assert algorithm.next_stage == "prompts"
@@ -362,7 +364,7 @@ def test_a_function_that_returns_no_batch_is_named(lab: wb.Workbench, made: Any,
     algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT)
     algorithm.insert(forgetful, after="compute_reward", name="mine")
     with pytest.raises(
-        StageError, match=rf"stage 'mine': forgetful returned {said}. 'compute_advantages' takes a batch"
+        StageError, match=rf"stage 'mine': forgetful returned {said}. the stage 'compute_advantages' needs a batch"
     ):
         algorithm.iterate()
     algorithm.replace("mine", lambda batch: batch)

@@ -193,7 +193,7 @@ def test_rollouts_are_trained_on_once(opened: Opened) -> None:
 
     algorithm.run(2, staleness=1)
     algorithm._made = Pressed(algorithm.made)
-    with pytest.raises(StageInterrupted, match="iteration 2 is over"):
+    with pytest.raises(StageInterrupted, match="iteration 2 has ended"):
         algorithm.run(1, staleness=1)
     assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
     algorithm.step()
@@ -432,7 +432,7 @@ def test_what_cannot_run_ahead_is_refused(opened: Opened) -> None:
     with expect_error(BadInput, value="pause_after=4 with staleness=0", remedy=r"run\(1, staleness=2, pause_after=4\)"):
         algorithm.run(1, pause_after=4)
     with expect_error(
-        BadInput, value="ReMax with pause_after", rule="one generation; here by generate_greedy, generate_s"
+        BadInput, value="ReMax with pause_after", rule="may follow the prompts; here: generate_greedy, gen"
     ):
         MAKERS["ReMax"](lab).run(1, **PAUSING)
     stream = lab.demonstrations([{"prompt": "a", "response": "b"}] * 8)

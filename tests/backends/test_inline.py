@@ -128,7 +128,7 @@ def test_nothing_goes_on_from_half_a_step(
                 signal.raise_signal(signal.SIGINT)
 
         monkeypatch.setattr(host.workers["actor"].engine, "step", pressed)
-        with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="half updated"):
+        with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="only in part"):
             lab.actor.update_actor(batch)
         with expect_error(HostDied, value="was lost during run", remedy=r"lab.recover\(\)"):
             lab.actor.update_actor(batch)
@@ -195,13 +195,15 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
         patch.setattr(engine, "forward", pressed)
         with expect_error(
             StageInterrupted,
-            rule="things are as before the stage",
-            remedy="the same call again goes on; a batch",
+            rule="the state is as before the stage",
+            remedy="run the same call again to continue; if it takes a batch",
         ):
             lab.critic.compute_values(batch)
         presses = 2
         with expect_error(
-            StageInterrupted, value="compute_values was interrupted twice", rule="it was left where it was"
+            StageInterrupted,
+            value="compute_values was interrupted twice",
+            rule="its result is dropped",
         ):
             lab.critic.compute_values(batch)
     assert host.status()[0] == ""
@@ -229,9 +231,9 @@ def test_an_update_that_fails_goes_on_with_the_step_that_failed(
         raise ValueError("broken")
 
     ways = [
-        (worker.engine, "step", failing, 1, "goes on with step 2"),
-        (worker, "_cut_terms", broken, 1, "goes on with step 2"),
-        (host, "_keep", broken, 2, "none of them twice"),
+        (worker.engine, "step", failing, 1, "to continue with step 2"),
+        (worker, "_cut_terms", broken, 1, "to continue with step 2"),
+        (host, "_keep", broken, 2, "it repeats no step"),
     ]
     for owner, name, fault, taken, remedy in ways:
         with monkeypatch.context() as patch:

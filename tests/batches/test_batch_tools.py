@@ -385,7 +385,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
     (lambda b: b.split(0), "n=0"),
     (lambda b: b.split(7), r"split\(7\) of 6 rows"),
-    (lambda b: b.lengths("rewards"), "no token sequences"),
+    (lambda b: b.lengths("rewards"), "not token sequences"),
     (lambda b: b.shuffle(-1), "seed=-1"),
     (lambda b: b.balance(0), "ranks=0"),
     (lambda b: b.balance(2, minibatches=4), "6 rows in 4 minibatches"),
@@ -402,7 +402,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         lambda b: wb.Batch.concat([b.select("rewards"), b.select("values").rename(values="rewards")]),
         r"'rewards' is bfloat16 \[rows, \*\] in batch 1 and float32 \[rows\] in batch 0",
     ),
-    (lambda b: b.save("/no/such/folder/file"), "a folder that is not there"),
+    (lambda b: b.save("/no/such/folder/file"), "a folder that does not exist"),
     (lambda b: b.save(Path.cwd()), "is a folder"),
 ]
 
@@ -434,7 +434,7 @@ def test_files_that_hold_no_batch(lab: wb.Workbench, tmp_path: Path) -> None:
     }
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(BadInput, match=f"{name}' is no whole safetensors file.*batch.save"):
+        with pytest.raises(BadInput, match=f"{name}' is not a complete safetensors file.*batch.save"):
             lab.load(tmp_path / name)
     with expect_error(BadInput, value="no file"):
         lab.load(tmp_path / "nowhere")

@@ -91,7 +91,7 @@ def test_headers_of_somebody_else(lab: wb.Workbench, saved: Path, tmp_path: Path
         with subtests.test(change=change):
             assert not loads_rightly(lab, written(tmp_path / "other", saved, change(header_of(saved))))
     save_file(load_file(saved), tmp_path / "plain")
-    with expect_error(BadInput, value="is a safetensors file, but no batch"):
+    with expect_error(BadInput, value="is a safetensors file, but not a batch"):
         lab.load(tmp_path / "plain")
 
 
@@ -105,7 +105,7 @@ def test_other_numbers_are_seen(lab: wb.Workbench, saved: Path, tmp_path: Path) 
     damaged = bytearray(saved.read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "damaged").write_bytes(damaged)
-    with expect_error(BadInput, value="its bytes are not those that were written"):
+    with expect_error(BadInput, value="its bytes have changed"):
         lab.load(tmp_path / "damaged")
 
 
@@ -122,7 +122,7 @@ def test_an_interrupt_leaves_the_old_file_or_the_whole_new_one(
     monkeypatch.setattr("workbench.batches.files.save_file", pressed)
     try:
         with expect_error(
-            StageInterrupted, value=r"^batch\.save\(\) was interrupted", rule="as a whole, or not at all"
+            StageInterrupted, value=r"^batch\.save\(\) was interrupted", rule="complete, or as it was before"
         ):
             lab.put({"rewards": torch.ones(2)}).save(path)
     finally:

@@ -58,14 +58,14 @@ def test_numbers_are_finite(value: float, dtype: torch.dtype) -> None:
     for name in names("numbers"):
         column: Any = with_number(right(name), value)
         column = column.like(column.values.to(dtype)) if isinstance(column, Ragged) else column.to(dtype)
-        with expect_error(BadInput, value=f"column '{name}' holds {value} in row 12", rule="its numbers are finite"):
+        with expect_error(BadInput, value=f"column '{name}' holds {value} in row 12", rule="numbers must be finite"):
             check_columns({name: column}, [10, 11, 12], LIMITS)
 
 
 def test_masks_are_zeros_and_ones() -> None:
     for name in ("response_mask", "finished"):
         for value in (7, -1, 0.5, NAN):
-            with pytest.raises(BadInput, match=f"column '{name}' holds {float(value)} in row 2.*and 0 on the others"):
+            with pytest.raises(BadInput, match=f"column '{name}' holds {float(value)} in row 2.*must be 0 or 1"):
                 check_columns({name: with_number(right(name), value)}, range(3), LIMITS)
 
 
@@ -177,5 +177,5 @@ def test_the_longest_sequence_of_a_configuration(text: dict[str, Any], longest: 
 def test_text_is_a_list_of_strings() -> None:
     check_columns({"failure": ["", "broken", ""]}, range(3), LIMITS)
     for wrong in (torch.zeros(3), ["", None, ""]):
-        with expect_error(BadInput, value="column 'failure' is ", rule=" a list with a text a row"):
+        with expect_error(BadInput, value="column 'failure' is ", rule=" a list with one text a row"):
             check_columns({"failure": wrong}, range(3), LIMITS)

@@ -228,7 +228,7 @@ def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
     arms = lab.compare(done, {"same": same, "k3": other})
     assert arms["same"].ran == ("update_critic", "update_actor")
     assert arms["k3"].ran == ("compute_advantages", "update_critic", "update_actor")
-    with expect_error(BadInput, value=r"arms=\{'x': 'ppo'\}", rule="algorithms by name, of this workbench"):
+    with expect_error(BadInput, value=r"arms=\{'x': 'ppo'\}", rule="names to algorithms of this workbench"):
         lab.compare(done, {"x": "ppo"})  # type: ignore[dict-item]
     with expect_error(BadInput, rule="at least one algorithm"):
         lab.compare(done, {})

@@ -103,7 +103,7 @@ def test_a_panel_lives_beside_its_cells(shared_notebook: Callable[[Sequence[str]
     # by mouse and by keyboard, checks are run beside the notebook
     twice.get_by_role("button", name="Check", exact=True).focus()
     page.keyboard.press("Enter")
-    page.wait_for_function("() => document.body.innerText.includes('all that apply hold')")
+    page.wait_for_function("() => document.body.innerText.includes('all that apply passed')")
     assert notebook.ask("panel.views['checks'].report.ok")
     notebook.picture("checks")
 

@@ -81,7 +81,7 @@ def columns_shown(cell: Any) -> tuple[list[str], list[str]]:
 
 def a_check_adds_no_columns_to_a_run(notebook: Notebook) -> None:
     before = columns_shown(notebook.run(3))
-    assert "all that apply hold" in notebook.run(4).inner_text()
+    assert "all that apply passed" in notebook.run(4).inner_text()
     cell = notebook.run(5)
     assert columns_shown(cell) == before
     assert before[0][:2] == ["iteration", "reward"]

@@ -134,7 +134,7 @@ def test_prompts_that_flipped_stand_side_by_side() -> None:
 
 def test_what_cannot_be_compared() -> None:
     one = evaluation([[1.0]])
-    with expect_error(BadInput, value="b is a DataFrame", rule="what lab.evaluate"):
+    with expect_error(BadInput, value="b is a DataFrame", rule="a result of lab.evaluate"):
         compare_evaluations(one, pd.DataFrame(one))
     with expect_error(BadInput, value="no prompt in common"):
         compare_evaluations(one, evaluation([[1.0]], name="other"))
@@ -148,7 +148,7 @@ def test_it_says_what_differs_beside_the_policies() -> None:
     b = evaluation([[0.0]] * 8, conditions={"reward": "right (2)", "sampling/temperature": 0.7})
     found = compare_evaluations(a, b)
     assert found.differs == {"reward": ("right (1)", "right (2)"), "sampling/temperature": (1.0, 0.7)}
-    assert "not of the policies alone: sampling/temperature is 1.0 in a, 0.7 in b" in repr(found)
+    assert "not only the policies differ: sampling/temperature is 1.0 in a, 0.7 in b" in repr(found)
     assert not compare_evaluations(a, a).differs and "alone" not in repr(compare_evaluations(a, a))
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"sampling": {"top_p": 1}}, "wb.Sampling"),
         ({"reward": "length"}, "must be a function"),
         ({"threshold": "1"}, "threshold='1'"),
-        ({"data": {}}, "a data set at least"),
+        ({"data": {}}, "at least one data set"),
         ({"answer": "x"}, "answer='x'"),
         ({"answer": lambda response: [response]}, "answer= raised TypeError"),
         ({"select": "model"}, "select='model'"),

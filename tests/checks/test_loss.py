@@ -144,9 +144,9 @@ def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: A
         (detached, {"returns"}, "a loss without a gradient"),
         (not_finite, {"returns"}, "row 0, token 0: the loss is not finite"),
         (raises, {"returns"}, "RuntimeError: nothing to see"),
-        (dropping_tokens, {"repeats"}, "two calls with the same numbers give two losses"),
-        (overwriting, {"repeats"}, "it writes into 'advantages', which others read too"),
-        (through_a_list, {"gradient"}, "the gradient of log_prob is not that of the loss"),
+        (dropping_tokens, {"repeats"}, "two calls with the same inputs give different losses"),
+        (overwriting, {"repeats"}, "it changes its input 'advantages', which other code reads"),
+        (through_a_list, {"gradient"}, "the gradient of log_prob is not the derivative of the loss"),
         (mean_without_mask, {"mask", "micro_batches"}, "changes with numbers outside the mask"),
         pytest.param(
             of_sequences,
@@ -154,10 +154,10 @@ def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: A
             r"a token inside the mask: the gradient of log_prob is not finite there; divide by",
             marks=pytest.mark.thorough,
         ),
-        (whitened, {"rows", "micro_batches"}, "changes with other rows. What a group"),
+        (whitened, {"rows", "micro_batches"}, "changes with other rows. Put what depends on several"),
         pytest.param(spread_mean, {"rows"}, "the loss changes with other rows", marks=pytest.mark.thorough),
         pytest.param(gradient_of_others, {"rows", "micro_batches"}, "row ", marks=pytest.mark.thorough),
-        (wrong_sign, {"ratio_1", "direction"}, "it is -1 of the policy gradient, cosine -1: the sign is turned"),
+        (wrong_sign, {"ratio_1", "direction"}, "it is -1 of the policy gradient, cosine -1: the sign is reversed"),
         pytest.param(detached_in_part, {"ratio_1"}, "of the policy gradient, cosine", marks=pytest.mark.thorough),
         (divided_again, {"ratio_1"}, "it is 0.229 of the policy gradient"),
     ],
@@ -210,7 +210,7 @@ def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> 
         lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
     with expect_error(UnknownColumn, value="ref_log_prob"):
         lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)
-    for loss, why in ((dropping_tokens, "two calls with the same"), (overwriting, "it writes into 'advantages'")):
+    for loss, why in ((dropping_tokens, "two calls with the same"), (overwriting, "it changes its input 'advantages'")):
         for check in ("gradient", "mask", "rows", "micro_batches"):
             finding = lab.check(check, loss=loss, batch=batch)[check]
             assert finding.verdict == "not applicable" and finding.about.startswith(why)
@@ -289,7 +289,7 @@ def test_its_direction_is_that_of_ratio_1_also_on_rollouts_that_were_learned_fro
 
 def test_a_loss_that_moves_nothing_has_no_direction(lab: wb.Workbench, batch: wb.Batch) -> None:
     found = lab.check("direction", loss=lambda log_prob, advantages: 0 * log_prob * advantages, batch=batch)
-    assert not found.ok and found["direction"].culprit == "its gradient is 0: a step on it moves nothing"
+    assert not found.ok and found["direction"].culprit == "its gradient is 0: a step changes nothing"
     advantages = batch.fetch(["advantages"])["advantages"]
     assert isinstance(advantages, Ragged)
     none = batch.drop("advantages").join(lab.put({"advantages": advantages.like(0 * advantages.values)}))

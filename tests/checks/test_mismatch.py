@@ -130,8 +130,8 @@ def test_the_figures_by_hand() -> None:
 def test_wrong_input(lab: wb.Workbench, batch: Any, tmp_path: Path) -> None:
     for precisions, message in (
         ({}, "must have at least 1 item"),
-        ({"a": "bfloat16"}, "must be precisions by name"),
-        (["bfloat16"], "must be precisions by name"),
+        ({"a": "bfloat16"}, "must map names to precisions"),
+        (["bfloat16"], "must map names to precisions"),
     ):
         with pytest.raises(BadInput, match=message):
             lab.mismatch(batch, precisions)  # type: ignore[arg-type]

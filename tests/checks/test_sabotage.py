@@ -57,7 +57,7 @@ def test_a_healthy_system_passes(lab: wb.Workbench) -> None:
     assert set(report.df["verdict"]) == {"ok", "not applicable"}
     assert report["replicas"].about == "every trained role has one rank"
     assert all(not finding.culprit for finding in report)
-    assert "all that apply hold" in report._repr_html_()
+    assert "all that apply passed" in report._repr_html_()
     assert repr(report).splitlines()[2].split()[:2] == ["ratio", "ok"]
     with expect_error(BadInput, value="check 'ration'", rule="there are dropout, ratio"):
         lab.check("ration")
@@ -314,7 +314,7 @@ def test_a_stale_output_head(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch)
     # where nothing can be read, what it computes gives it away
     monkeypatch.setattr(engine, "readable_weights", dict)
     report = lab.check("weights")
-    assert report["weights"].culprit == "actor, rank 0: output head, which does not follow the embeddings in a sync"
+    assert report["weights"].culprit == "actor, rank 0: output head, which a sync did not update with the embeddings"
     assert report["weights"].figure > 0.01
     # an engine of its own whose head follows passes
     model = load_causal_lm(TINY, dtype=torch.float32, device="cpu")

@@ -48,7 +48,7 @@ def test_the_draws_and_every_bit_of_the_metrics_are_the_same(recorded: Path, tmp
         assert frame.attrs["differs"].empty and frame.attrs["left_out"] == []
         assert len(lab.buffer) == 0 and lab.iteration == 6
         assert RunFolder(recorded).series()["samples"].loc[6] == 24  # a response in parts is one
-        with expect_error(BadInput, value="replay in iteration 6", rule="from its beginning"):
+        with expect_error(BadInput, value="replay in iteration 6", rule="at the beginning"):
             wb.replay(recorded, grpo(lab))
 
 
@@ -99,7 +99,7 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.
         folder = lab.run_folder
     with tiny_lab("more", tmp_path, backend="inline", models=MODELS) as lab:
         other = wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0)
-        with expect_error(BadInput, rule="GRPO had iterations among its 4"):
+        with expect_error(BadInput, rule="GRPO ran some of its 4 iterations"):
             wb.replay(folder, other)
     with tiny_lab("first", tmp_path, backend="inline", models=MODELS) as lab:
         algorithm = grpo(lab)
@@ -123,7 +123,7 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.
         left_out = ["edited ['reward']", inserted, "GRPO.clip=0.02 in the middle of iteration 4"]
         assert (
             frame.attrs["left_out"] == left_out
-            and f"not repeated as it was: {', '.join(left_out)}" in capsys.readouterr().out
+            and f"not repeated exactly: {', '.join(left_out)}" in capsys.readouterr().out
         )
 
 
@@ -164,7 +164,7 @@ def test_what_each_stage_took_is_repeated_or_named(tmp_path: Path) -> None:
         left_out = wb.replay(folder, grpo(lab)).attrs["left_out"]
         assert left_out[0] == "lab.actor.training with {'learning_rate': 0.003} in the middle of iteration 1"
         assert left_out[1].startswith("GRPO.loss=function ")
-        assert left_out[2:] == ["GRPO.update_actor without the epochs of before"]
+        assert left_out[2:] == ["GRPO.update_actor without its earlier epochs"]
 
 
 def test_what_adapts_what_replaced_functions_take_and_a_run_that_begins_again(tmp_path: Path) -> None:
@@ -207,13 +207,13 @@ def test_what_adapts_what_replaced_functions_take_and_a_run_that_begins_again(tm
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:
     training = {"learning_rate": 2e-3}
     with tiny_lab("other", tmp_path, backend="inline", models=MODELS, training=training) as lab:
-        with expect_error(BadInput, value=r"replay of run first/.* by RLOO", rule="there: GRPO"):
+        with expect_error(BadInput, value=r"replay of run first/.* by RLOO", rule="algorithms: GRPO"):
             wb.replay(recorded, wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0))
-        with expect_error(BadInput, value="replay of run other/", rule="it is another run"):
+        with expect_error(BadInput, value="replay of run other/", rule="needs another run"):
             wb.replay(lab, grpo(lab))
         with expect_error(BadInput, value="algorithm=<Workbench other", remedy=r"wb.PPO\(lab"):
             wb.replay(recorded, lab)  # type: ignore[arg-type]
-        with expect_error(NotFound, value="a run 'nowhere'"):
+        with expect_error(NotFound, value="no run 'nowhere'"):
             wb.replay("nowhere", grpo(lab))
         frame = wb.replay(recorded, grpo(lab), iterations=2)
         assert frame.index.tolist() == [1, 2] and frame.attrs["differs"].index.tolist()
@@ -223,5 +223,5 @@ def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(record
         assert not frame["same_draws"].any() and "prompts/token ids" in frame.attrs["differs"].index
     with tiny_lab("assigned", tmp_path, backend="inline", models=MODELS) as lab:
         lab.actor.training.learning_rate = 2e-3
-        with expect_error(BadInput, value="after lab.actor.training.learning_rate=0.002", rule="from its beginning"):
+        with expect_error(BadInput, value="after lab.actor.training.learning_rate=0.002", rule="at the beginning"):
             wb.replay(recorded, grpo(lab))

@@ -183,7 +183,7 @@ def test_intervals_of_differences_hold_for_all_pairs_together(tmp_path: Path) ->
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    for arms, said in (({}, "needs an arm"), ({"a": {"seed": 1}}, "with a seed"), ({"a": {"b c": 1}}, "arguments")):
+    for arms, said in (({}, "at least one arm"), ({"a": {"seed": 1}}, "with a seed"), ({"a": {"b c": 1}}, "arguments")):
         with pytest.raises(BadInput, match=said):
             wb.sweep("x", Made().train(), arms, runs=str(tmp_path))
     with expect_error(BadInput, rule="slash"):
@@ -193,7 +193,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with expect_error(BadInput, value=r"arm 'a': train\(seed=0, rat=1\)", rule="argument: 'rate'"):
         wb.sweep("x", lambda seed, rate: rate, {"a": {"rat": 1}}, runs=str(tmp_path), at_once=2)
     lock = threading.Lock()
-    with expect_error(BadInput, value="lock is 'lock'", remedy="make it inside train"):
+    with expect_error(BadInput, value="lock is 'lock'", remedy="create it inside train"):
         wb.sweep("x", lambda seed: lock, {"a": {}}, runs=str(tmp_path), at_once=2)
 
 

@@ -71,7 +71,7 @@ def test_a_turn_at_a_time(lab: wb.Workbench, chat: Chat) -> None:
     assert "&lt;2&gt;" in chat._repr_html_() and repr(chat) == "<Chat: 2 turns here, 2 in the tree>"
     chat.finish()
     assert chat.ended == "done" and len(chat.path) == 3
-    with expect_error(BadInput, rule="the environment said that it is over"):
+    with expect_error(BadInput, rule="the environment has ended the conversation"):
         chat.step()
     assert chat.go(None).here is None and not chat.ended
 
@@ -203,7 +203,7 @@ def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> No
         assert fork.failed == 1 and fork.returns == [3.0] * 5  # it has no return, not 0
     models = {"actor": TINY, "reward": wb.verifiers.arithmetic}  # which takes an answer, and the row has none
     with tiny_lab("unscored", tmp_path, backend="inline", models=models) as lab:
-        with pytest.warns(RuntimeWarning, match=r"takes 'answer'.* The environment's rewards stand alone"):
+        with pytest.warns(RuntimeWarning, match=r"takes 'answer'.* Only the environment's rewards are used"):
             chat = lab.conversation("1+1=", sampling=sampling(), seed=3).finish()
         assert chat.path[-1].reward == float("7" in chat.path[-1].text)
 
@@ -257,7 +257,9 @@ def test_the_value_behind_a_branch_that_goes_on_is_the_critics(lab: wb.Workbench
     chat.step()
     assert not chat.ended
     for estimator in ("reinforce_turn", "grpo", lambda rewards: rewards):
-        with expect_error(BadInput, value="turn 0, which goes on", rule="as whole", remedy=r"chat.finish\(\) first"):
+        with expect_error(
+            BadInput, value="turn 0, which has not ended", rule="whole return", remedy=r"chat.finish\(\) first"
+        ):
             chat.train(estimator=estimator)
     names = ("prompt_ids", "response_ids", "response_mask", "values")
     with lab.kept("actor"), lab.kept("critic"):
@@ -279,7 +281,7 @@ def test_a_branch_that_goes_on_needs_a_critic(tmp_path: Path) -> None:
     with tiny_lab("alone", tmp_path, backend="inline", models={"actor": TINY}, training={"minibatches": 1}) as lab:
         chat = lab.conversation("1+1=", sampling=sampling(), seed=3)
         chat.step()
-        with expect_error(BadInput, rule="reinforce_turn takes its return as whole"):
+        with expect_error(BadInput, rule="reinforce_turn needs the whole return"):
             chat.train()
         chat.finish()
         assert math.isfinite(float(chat.train()["loss"]))
@@ -296,7 +298,7 @@ def test_an_environment_that_answers_otherwise_is_found(lab: wb.Workbench) -> No
     chat = lab.conversation("1+1=", environment=Moody, sampling=sampling(), seed=1)
     chat.step()
     chat.step()
-    with expect_error(RolloutError, value="answered turn 0 otherwise"):
+    with expect_error(RolloutError, value="gave another answer to turn 0"):
         chat.edit(1, "3=")
     assert len(chat.path) == 2
     # a fork behind the last turn, where the first environment still is: those of the hosts find it
@@ -334,7 +336,7 @@ def test_without_an_environment_one_talks_with_the_policy(lab: wb.Workbench) -> 
     batch = chat.batch(before_edits=True)
     ids, mask = rows(batch, "response_ids")[0], rows(batch, "response_mask")[0]
     assert [one for one, own in zip(ids, mask, strict=True) if own] == [*first.token_ids, *second.token_ids]
-    with expect_error(BadInput, rule="the policy would talk to itself", remedy=r"chat\.say"):
+    with expect_error(BadInput, rule="the policy does not answer itself", remedy=r"chat\.say"):
         chat.step()
     assert len(chat.finish().path) == 2 and chat.fork(2, at=1).turns == [1, 1]
 
@@ -362,13 +364,13 @@ def test_arguments(lab: wb.Workbench, chat: Chat) -> None:
         chat.edit(0)
     with expect_error(BadInput, rule="there is room for"):
         chat.edit(0, "x" * 500)
-    with expect_error(BadInput, rule="a place from 0 to 1"):
+    with expect_error(BadInput, rule="give 0 to 1"):
         chat.fork(2, at=2)
     with expect_error(BadInput, rule="must be a text, or messages"):
         chat.edit(0, answer=3)
     chat.edit(0, answer=[{"role": "user", "content": "<|user|>"}])
     assert chat.path[0].answer.count("<|user|>") == 2 and chat.path[0].answer_ids.count(4) == 1  # the template's
-    with expect_error(BadInput, rule="no half characters"):
+    with expect_error(BadInput, rule="without lone surrogates"):
         chat.edit(0, answer=[{"role": "us\ud800er", "content": "a"}])
     for wrong in ({"text": "\ud800"}, {"answer": "\ud800"}):
         with expect_error(BadInput, rule="half"):
@@ -379,7 +381,7 @@ def test_limits_end_a_branch(lab: wb.Workbench) -> None:
     short = dataclasses.replace(sampling(), max_turns=2)
     chat = lab.conversation("1+1=", sampling=short).finish()
     assert chat.ended == "max_turns" and len(chat.path) == 2
-    with expect_error(BadInput, rule="it has all of max_turns=2"):
+    with expect_error(BadInput, rule="it has max_turns=2 turns already"):
         chat.fork(2)
     chat = lab.conversation("1+1=", sampling=dataclasses.replace(sampling(), max_new_tokens=6)).finish()
     assert chat.ended == "max_tokens"
@@ -392,7 +394,7 @@ def test_limits_end_a_branch(lab: wb.Workbench) -> None:
     assert not chat.step().limit  # the time that a hand takes is no limit
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert chat.edit(0, call).limit == "max_calls" and chat.ended == "max_calls"
-    with expect_error(BadInput, rule="its tool calls are more than max_calls=0"):
+    with expect_error(BadInput, rule="more than max_calls=0 tool calls"):
         chat.step()
 
 

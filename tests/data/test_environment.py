@@ -339,7 +339,7 @@ def test_a_slow_environment_holds_up_its_own_conversation_only(lab: wb.Workbench
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (None, r"step of environment Wrong returned None.*step returns \(observation, reward, done\)"),
+        (None, r"step of environment Wrong returned None.*step must return \(observation, reward, done\)"),
         (("x", float("nan"), False), "returned .*nan"),
         (("x", 1.0, "no"), "returned"),
         ((5, 1.0, False), "returned"),

@@ -118,7 +118,7 @@ def test_wrong_pools(lab: wb.Workbench, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="without pools of devices"):
         wb.Placement.of({"environments": (2, ["environment"])})
     for call in (lambda: lab.add("environment", TINY), lambda: lab.drop("environment")):
-        with pytest.raises(BadInput, match="only pools of placements have it"):
+        with pytest.raises(BadInput, match="only a placement can have it"):
             call()
     with pytest.raises(BadInput, match="role 'environment' twice"):
         wb.Placement.of({**SHARED, "a": (1, ["environment"]), "b": (1, ["environment"])})

@@ -84,7 +84,7 @@ def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) 
         ("pairs", {"prompt": " ", "chosen": "a", "rejected": "b"}, "line 3: 'prompt' is empty"),
         ("pairs", {"prompt": "a", "chosen": [USER], "rejected": "b"}, "line 3: 'chosen' holds 1 messages"),
         ("pairs", {"prompt": "a", "chosen": "a", "rejected": "b", "margin": "x"}, "line 3: margin='x'"),
-        ("pairs", {"chosen": "a b", "rejected": "c d"}, "line 3: chosen and rejected do not begin alike"),
+        ("pairs", {"chosen": "a b", "rejected": "c d"}, "line 3: chosen and rejected do not begin with the same text"),
         ("pairs", {"chosen": [USER, said("a")], "rejected": [said("b")]}, "line 3: .*differ in more than the last"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1.0}, "1 of 2 rows have no margin"),
         ("demonstrations", {"text": "a"}, r"line 3 has 'text'.*\{'prompt': \.\.\., 'response': \.\.\.\}"),

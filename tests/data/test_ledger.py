@@ -139,7 +139,7 @@ def test_orders_filters_and_weights(lab: wb.Workbench) -> None:
 WRONG: list[tuple[Any, str]] = [
     (5, r"lab\.prompts\.order = 5.*a function of the ledger"),
     (lambda ledger: None, r"gave None.*rows to draw"),
-    (lambda ledger: ledger[ledger.pass_rate > 0.5], r"gave none of 12 prompts.*isna\(\)"),
+    (lambda ledger: ledger[ledger.pass_rate > 0.5], r"chose none of 12 prompts.*isna\(\)"),
     (lambda ledger: ledger.nothing, r"raised AttributeError.*correct it"),
     (lambda ledger: [99], r"a row 99 that the ledger does not have"),
     (lambda ledger: ledger["level"] - 1.0, r"a weight of -1"),

@@ -101,7 +101,10 @@ def test_numbers_as_answers(answer: float, response: str) -> None:
 def test_an_answer_that_is_no_formula_is_refused(subtests: pytest.Subtests) -> None:
     wrong: list[Any] = ["", "  ", None, True, [1], float("nan")]
     for answer in wrong:
-        with subtests.test(answer=answer), expect_error(BadInput, value="is no formula", remedy="correct the answer"):
+        with (
+            subtests.test(answer=answer),
+            expect_error(BadInput, value="not a formula", remedy="correct the answer"),
+        ):
             math("?", "42", answer=answer)
 
 

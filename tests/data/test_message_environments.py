@@ -146,7 +146,7 @@ def test_wrong_messages_fail_their_row(lab: wb.Workbench) -> None:
 
     prompts = lab.prompts.next(1)
     with expect_error(
-        RolloutError, value=r"reset of environment Wrong returned \[", rule="it returns a text, messages or None"
+        RolloutError, value=r"reset of environment Wrong returned \[", rule="it must return a text, messages or None"
     ):
         lab.actor.generate_sequences(prompts, environment=Wrong)
     with expect_error(RolloutError, value=r"returned messages of \d+ tokens", rule="Generation.max_model_tokens"):

@@ -82,7 +82,7 @@ def test_all_or_the_share() -> None:
     assert code("?", block(ADDS), tests=wrong) == 0.0
     scored = code("?", block(ADDS), tests=wrong, score="share")
     assert isinstance(scored, Noted) and scored == 0.5
-    assert scored.note == "test 2 of 4: printed '7' in place of '8'"
+    assert scored.note == "test 2 of 4: printed '7' instead of '8'"
 
 
 FAULTS: list[tuple[str, str]] = [
@@ -92,7 +92,7 @@ FAULTS: list[tuple[str, str]] = [
     ("x = bytearray(2**30)", "MemoryError"),
     ("print(3", "SyntaxError"),
     ("print('bwrap: no'); import sys; sys.stderr.write('bwrap: no'); sys.exit(1)", "bwrap: no"),
-    ("print(4)", "printed '4' in place of '3'"),
+    ("print(4)", "printed '4' instead of '3'"),
 ]
 
 

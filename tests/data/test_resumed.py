@@ -33,7 +33,7 @@ def test_the_same_answers_are_taken() -> None:
 
 
 def test_another_observation_is_noticed() -> None:
-    with pytest.raises(RuntimeError, match="told turn 0 again, the environment answered 'other'"):
+    with pytest.raises(RuntimeError, match="turn 0 was repeated, the environment answered 'other'"):
         reset(Echo(word="other"), digest("said"), digest("begin"))
     with pytest.raises(RuntimeError, match="reset gave 'another'"):
         reset(Echo(first="another"), digest("said"), digest("begin"))

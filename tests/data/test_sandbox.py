@@ -25,7 +25,7 @@ here = pytest.mark.skipif(bool(problem_here()), reason=f"no sandbox: {problem_he
 def test_without_a_sandbox_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     problem_here.cache_clear()
-    for problem in ("there is no bwrap", "bwrap: No permissions"):
+    for problem in ("bwrap is not installed", "bwrap: No permissions"):
         with pytest.raises(MissingDependency, match=rf"no sandbox works here: {problem}.*install bubblewrap"):
             run_python("print(1)")
         check = _sandbox()

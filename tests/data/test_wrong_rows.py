@@ -68,7 +68,7 @@ def test_halves_of_surrogate_pairs_are_no_text(subtests: pytest.Subtests) -> Non
     for row in HALVES:
         with subtests.test(row=row):
             good: Any = "a" if isinstance(row, str) else {"prompt": "a"}
-            with expect_error(BadInput, value="row 1.* holds half of a surrogate pair", remedy="drop the row"):
+            with expect_error(BadInput, value="row 1.* has half a character", remedy="drop the row"):
                 read_rows([good, row])
             assert len(read_rows([good, "é 𝄞" if isinstance(row, str) else {"prompt": "é 𝄞", "n": 1}])) == 2
 
@@ -108,7 +108,7 @@ def test_a_reward_function_that_takes_nothing_is_refused_before_anything_opens(t
 
 def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
     ppo = wb.PPO(lab, prompts=4)
-    names = {"clipp": "write clip=", "lr": "a field of wb.Training", "zzz": "is written in the class"}
+    names = {"clipp": "write clip=", "lr": "a field of wb.Training", "zzz": "write it in the class"}
     for name, nearest in names.items():
         with pytest.raises(BadInput, match=rf"PPO\.{name} = 0\.5.*its fields are lab, prompts.*{nearest}"):
             setattr(ppo, name, 0.5)

@@ -77,10 +77,10 @@ def test_a_checkpoint_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_where_matrices_are_not_whole_it_is_refused(tmp_path: Path) -> None:
-    with expect_error(BadInput, value="optimizer='muon', engine='deepspeed'", rule="stretches of many"):
+    with expect_error(BadInput, value="optimizer='muon', engine='deepspeed'", rule="pieces of many"):
         wb.Training(optimizer="muon")
     placement = wb.Placement.of({"all": (2, ["actor"])}, layouts={"actor": (1, 2, 1)})
-    with expect_error(BadInput, value="optimizer='muon'", rule="t=2 cuts them"):
+    with expect_error(BadInput, value="optimizer='muon'", rule="t=2 splits them"):
         tiny_lab(
             "cut", tmp_path, models={"actor": TINY}, devices=2, placement=placement, training={"optimizer": "muon"}
         )

@@ -98,7 +98,7 @@ def test_a_failed_stage_is_one_block(kernel: Kernel) -> None:
 def test_the_debugger_stops_in_the_users_function(kernel: Kernel) -> None:
     kernel.run("lab.reward.compute_reward(batch, function=broken)")
     printed, shown = kernel.run("lab.debug()")
-    assert "here:" in printed
+    assert "here, as rank" in printed
     assert "ZeroDivisionError" in shown and "share = len(response) / 0" in shown
     printed, _ = kernel.run("%debug", typed=["p 'seen ' + prompt[:7]", "q"])
     assert re.search(SEEN, printed)  # of the row that failed first

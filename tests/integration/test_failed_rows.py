@@ -95,7 +95,7 @@ def test_too_many_failures_fail_the_stage_and_lose_nothing(
     asked = calls_in(tmp_path)
     assert 14 <= len(asked) < 32  # no more calls are paid for in vain
     rest = [13, *(row for row in range(32) if row not in asked)]
-    said = f"1 of 32 rows failed, where most_failed=0 is the share that may, and {len(rest) - 1} were not asked"
+    said = f"1 of 32 rows failed, more than most_failed=0 allows; {len(rest) - 1} more rows were not tried"
     assert said in str(caught.value)
     kept = caught.value.batch
     assert kept.failed().row.tolist() == rest
@@ -414,7 +414,7 @@ def test_functions_of_a_group_and_of_the_batch(lab: wb.Workbench, rollouts: wb.B
     assert column(one, "rewards/spread")[9] == 9 / 32 and one.failed().row.tolist() == [8, 10, 11]
     with expect_error(BadInput, value="prompt_uid"):
         lab.reward.compute_reward(rollouts.drop("prompt_uid"), function=spread)
-    with expect_error(RewardError, value="returned 1.0 in place of 32 scores for row 0"):
+    with expect_error(RewardError, value="returned 1.0 instead of 32 scores for row 0"):
         lab.reward.compute_reward(rollouts, function=wb.batched(over="batch")(lambda prompt, response: 1.0))
 
 

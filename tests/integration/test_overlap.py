@@ -173,7 +173,7 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> N
         with expect_error(UpstreamError, value="compute_values was not run: it was cancelled"):
             read()
     assert under_way.cancel()  # its ranks leave it, in the middle of a call of the function
-    with expect_error(StageInterrupted, value="compute_reward was interrupted", rule="things are as before the stage"):
+    with expect_error(StageInterrupted, value="compute_reward was interrupted", rule="state is as before the stage"):
         under_way.result()
     gate.touch()
     assert not under_way.cancel()

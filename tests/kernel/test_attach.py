@@ -71,7 +71,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(
     request = first.start("ppo.step()")  # an update of both minibatches, twice
     wait_until_suspended(host)
     first.interrupt()
-    first.wait_until_shown("stopping where nothing is half done")
+    first.wait_until_shown("stopping at the next safe point")
     os.kill(host, signal.SIGCONT)
     error, _ = first.answer(request)
     assert "critic.update_critic was interrupted after optimizer step" in error
@@ -81,7 +81,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(
     assert "left" in second.run("print([row['name'] for row in wb.ls() if not row['driver']['alive']])")
     said = second.run("lab = wb.attach('left'); ppo = algorithm(lab)")
     assert "PPO continues in iteration 2" in said
-    assert "critic.update_critic: goes on at optimizer step" in second.run("ppo.step()")
+    assert "critic.update_critic: continues at optimizer step" in second.run("ppo.step()")
     second.run("assert ppo.next_stage == 'update_actor'")
     second.run("suspended_in(lab, 'update_actor')")
     second.start("ppo.step()")
@@ -94,7 +94,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(
     ppo = algorithm(lab)
     capsys.readouterr()
     two = ppo.iterate()
-    assert "actor.update_actor: was done when it was interrupted" in capsys.readouterr().err
+    assert "actor.update_actor: it had ended when it was interrupted" in capsys.readouterr().err
     three = ppo.iterate()
     assert (lab.batch(lab.batches().iloc[-1]["batch"]).rows, lab.batch("batch1 v1").df().shape[0]) == (4, 4)
     # one rank gives the same bits on both backends: tests/integration/test_ray.py

@@ -41,7 +41,7 @@ def test_the_next_cell_is_right(kernel: Interrupting, stage: str) -> None:
     after = trial.said.startswith("KeyboardInterrupt") and "workbench/" not in trial.said  # in IPython's own last lines
     assert after or trial.said.startswith(("StageInterrupted", "CancelledError", "done before")), trial.said
     if stage.startswith("update") and "after optimizer step" in trial.said:
-        assert "the same call again goes on with step" in trial.said
+        assert "to continue with step" in trial.said
 
 
 STOPPED = """
@@ -64,12 +64,12 @@ def test_a_cell_that_makes_its_algorithm_is_told_that_it_would_make_another(kern
 
 def _check_what_is_told(kernel: Interrupting) -> None:
     for made, said in (
-        ("wb.PPO(other, reward=stop).run(2)", "begins a new iteration: make it in a cell of its own"),
+        ("wb.PPO(other, reward=stop).run(2)", "begins a new iteration: create it in a separate cell"),
         (
             "ppo = wb.PPO(other, reward=stop)\nppo.run(2)",
-            "begins a new iteration: ppo.run(...) in another cell goes on",
+            "begins a new iteration: call ppo.run(...) in another cell",
         ),
-        ("ppo.run(2)", "the same call again goes on; a batch"),
+        ("ppo.run(2)", "run the same call again to continue; if"),
     ):
         error, _ = kernel.cell(made)
         assert said in " ".join(error.split()), error

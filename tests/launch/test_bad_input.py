@@ -35,7 +35,7 @@ OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": FOUR, "max_completion_length": 8}, BadInput, r"write wb\.Sampling\(max_new_tokens=\.\.\.\)"),
     ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
     ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
-    ({"models": TINY}, BadInput, "a model for each role"),
+    ({"models": TINY}, BadInput, "must map roles to models"),
     ({"device": "cuda"}, BadInput, "torch finds no GPU"),
     ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
     ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be one"),
@@ -111,8 +111,8 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
 
 
 STAGE_ARGUMENTS: list[tuple[Callable[[wb.Workbench, wb.Batch], Any], str]] = [
-    (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
-    (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
+    (lambda lab, batch: lab.actor.generate_sequences(), "the first argument must be a batch"),
+    (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "the first argument must be a batch"),
     (
         lambda lab, batch: lab.wait(3),  # type: ignore[call-arg]
         r"lab\.wait\(3\).*it takes no arguments.*write lab\.wait\(\)",

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda lab, tmp: opened(tmp, models={"actor": with_config(tmp, model_type="nobody")}), "model type `nobody`",
     ),
     "prompts that are a number": (lambda lab, tmp: opened(tmp, prompts=5), "a source of type int"),
-    "half of a character": (lambda lab, tmp: opened(tmp, prompts=["a\ud800"]), "half of a surrogate pair"),
+    "half of a character": (lambda lab, tmp: opened(tmp, prompts=["a\ud800"]), "has half a character"),
     "a batch file of another header": (lambda lab, tmp: lab.load(batch_file(lab, tmp)), "rows"),
     "cells that are a number": (lambda lab, tmp: export_notebook(notebook(tmp, 5)), "cells"),
     "a cell whose code is a number": (

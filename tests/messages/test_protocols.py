@@ -145,7 +145,7 @@ def test_who_is_collected() -> None:
 def test_unequal_minibatches_are_refused() -> None:
     with expect_error(BadInput, value="10 rows in 4 minibatches", remedy=r"take\(range\(8\)\), which leaves 2 out"):
         minibatch_rows(10, 4)
-    with expect_error(BadInput, remedy="^assign a training.minibatches that divides 3"):
+    with expect_error(BadInput, remedy="^set training.minibatches to a divisor of 3"):
         minibatch_rows(3, 4)
 
 
@@ -167,7 +167,7 @@ def test_a_protocol_of_ones_own() -> None:
     assert [chunks[0].tolist() for chunks in dealt] == [[0, 3, 6], [1, 4], [2, 5]]
     assert protocol.gather(Layout(d=3), dealt, 7, "test") == [0, 1, 2]
     assert PROTOCOLS["ZIGZAG"] is protocol
-    with expect_error(BadInput, rule="these are the paper's"):
+    with expect_error(BadInput, rule="the paper has these names"):
         wb.protocol("DP_PROTO")
     with expect_error(BadInput, rule="must be one of 'ONE_TO_ALL', '3D_PROTO'"):
         wb.register("3D_PROTOCOL")

@@ -148,9 +148,9 @@ def test_lesson_304(tmp_path: Path) -> None:
 def test_lesson_301(tmp_path: Path) -> None:
     html = run("301_interrupt_and_reattach.ipynb", tmp_path)
     said = "".join(SAID)
-    assert "reward.compute_reward was interrupted. things are as before the stage" in said
+    assert "reward.compute_reward was interrupted. the state is as before the stage" in said
     assert "actor.update_actor was interrupted after optimizer step" in said
-    assert "actor.update_actor: goes on at optimizer step" in said
+    assert "actor.update_actor: continues at optimizer step" in said
     assert "lab.recover() restarts it" in said
     assert "RLOO continues in iteration 2" in said
     assert any("<svg" in text for text in html)
@@ -186,7 +186,7 @@ def test_lesson_305(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_306(tmp_path: Path) -> None:
     html = run("306_a_loss_in_a_cell.ipynb", tmp_path)
-    assert sum("8 checks: all that apply hold" in text for text in html) == 1
+    assert sum("8 checks: all that apply passed" in text for text in html) == 1
     assert sum("8 checks: " in text and "changes with other rows" in text for text in html) == 1
     said = "".join(SAID).splitlines()[-4:]  # a kernel may send them in several parts
     caught = dict(line.split(": ")[:2] for line in said)
@@ -209,7 +209,7 @@ def test_lesson_308(tmp_path: Path) -> None:
     html = run("308_which_prompts_come_next.ipynb", tmp_path)
     said = "".join(SAID)
     assert "does not read 'enable_thinkin'" in said
-    assert "gave none of 8 prompts" in said
+    assert "chose none of 8 prompts" in said
     assert "lab.prompts.order = hopeful" in said
     assert any("calculator" in re.sub("<[^>]*>", "", text) for text in html)
     assert any("pass_low" in text for text in html)
@@ -220,8 +220,8 @@ def test_lesson_308(tmp_path: Path) -> None:
 def test_lesson_309(tmp_path: Path) -> None:
     html = run("309_is_it_better.ipynb", tmp_path)
     said = "".join(SAID)
-    assert "not of the policies alone: sampling/temperature is 1.0 in a, 0.3 in b" in said
-    assert "not of the policies alone: seed is 0 in a, 1 in b" in said
+    assert "not only the policies differ: sampling/temperature is 1.0 in a, 0.3 in b" in said
+    assert "not only the policies differ: seed is 0 in a, 1 in b" in said
     assert sum(CHART in text for text in html) == 1
     assert any("95 % interval over prompts" in text for text in html)
     assert any("passed_a" in text for text in html)

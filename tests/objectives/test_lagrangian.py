@@ -97,7 +97,7 @@ class TestDualStep:
             dual_step(1.0, math.nan, 0.0, 0.1, (0.1, 10.0))
         with expect_error(BadInput, value="multiplier=20"):
             dual_step(20.0, 0.0, 0.0, 0.1, (0.1, 10.0))
-        with expect_error(BadInput, rule="more than 0"):
+        with expect_error(BadInput, rule="must be above 0"):
             dual_step(1.0, 0.0, 0.0, 0.1, (0.0, 10.0))
         with expect_error(BadInput, value="bounds"):
             dual_step(1.0, 0.0, 0.0, 0.1, (2.0, 1.0))

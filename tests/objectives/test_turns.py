@@ -102,7 +102,7 @@ def test_the_expected_update_is_the_gradient_of_the_score(estimator: str) -> Non
 
 def test_bad_input() -> None:
     x = torch.zeros(1, 7)
-    with expect_error(BadInput, value="behind the last end"):
+    with expect_error(BadInput, value="after the last end"):
         turn_gae(x, x, torch.ones(1, 7), torch.tensor([[0, 0, 1, 0, 0, 0, 0]]), 1.0, 1.0)
     with expect_error(BadInput, value="ends_BT has shape"):
         turn_gae(x, x, MASK, ENDS[:, :3], 1.0, 1.0)

@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(lab: Any, files: Files
         ({"reward": 3}, "give a function"),
         ({"reward": wrong}, "takes no 'prompt'"),
         ({"critic": ActorWorker}, "derive it from CriticWorker"),
-        ({"critic": int}, "derived from the role's"),
+        ({"critic": int}, "a class derived from"),
     ]
     for given, said in refused:
         with pytest.raises(BadInput, match=said):

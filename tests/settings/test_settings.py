@@ -115,7 +115,7 @@ RULES: list[tuple[Any, dict[str, Any], str, str, str]] = [
      "write learning_rate=1e-6, without quotes"),
     (wb.Sampling, {"ignore_eos": 1}, "ignore_eos=1", "must be True or False", "write ignore_eos=False, its default"),
     (wb.Sampling, {"stop": "a"}, "stop='a'", "must be a sequence of non-empty strings",
-     "a single one stands in a tuple too: stop=('END',)"),
+     "write a single one as a tuple too: stop=('END',)"),
     (wb.Model, {"name": "tiny-llama", "adapter": {"rank": 4}}, "Model.adapter={'rank': 4}",
      "must be a wb.LoRA(...), or None", "write wb.LoRA(rank=4)"),
     (wb.Training, {"weight_decay": NAN}, "Training.weight_decay=nan", "must be a number, not nan",

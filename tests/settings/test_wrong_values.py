@@ -168,10 +168,10 @@ CALLS: list[tuple[Callable[[Any, wb.Batch], Any], str]] = [
         r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
     ),
     (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
-    (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*algorithms by name"),
+    (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*names to algorithms"),
     (lambda lab, b: lab.compare(b.df(), {}), "batch=<DataFrame>"),
-    (lambda lab, b: lab.report("x", {"a": "b"}), r"metrics=\{'a': 'b'\}.*numbers by name"),
-    (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
+    (lambda lab, b: lab.report("x", {"a": "b"}), r"metrics=\{'a': 'b'\}.*names to numbers"),
+    (lambda lab, b: lab.report("x", 3), "metrics=3.*names to numbers"),
     (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),  # type: ignore[arg-type]
     (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
     (
@@ -211,8 +211,8 @@ def test_settings(subtests: pytest.Subtests) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"models": {"actor": wb.Model(TINY, worker=CriticWorker)}}, "worker of critic.*derive it from ActorWorker"),
-        ({"models": {"actor": wb.Model(TINY, worker=dict)}}, "a class derived from the role's, ActorWorker"),
+        ({"models": {"actor": wb.Model(TINY, worker=CriticWorker)}}, "class is for critic.*derive it from ActorWorker"),
+        ({"models": {"actor": wb.Model(TINY, worker=dict)}}, "a class derived from ActorWorker"),
         ({"models": {"actor": TINY}, "training": {"engine": "torch"}}, r"training=.*wb\.Training\(engine='torch'\)"),
     ],
 )

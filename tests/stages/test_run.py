@@ -68,5 +68,5 @@ def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.Mon
         run.poll()
     assert 0.1 < time.monotonic() - began < 60.0
     assert run.state == "failed" and run.stuck
-    with pytest.raises(StageError, match=r"bad row.*lab\.recover\(\) starts them again"):
+    with pytest.raises(StageError, match=r"bad row.*lab\.recover\(\) restarts them"):
         run.result()

@@ -185,7 +185,7 @@ def test_a_function_that_fails_costs_its_row_alone(lab: wb.Workbench) -> None:
 
     with pytest.raises(RolloutError, match=r"summary of environment Counting returned 3.*Context\.summary"):
         rolled(lab, Counting, summary=fails)
-    with pytest.raises(BadInput, match=r"Context\.summary=.*it is called with one text"):
+    with pytest.raises(BadInput, match=r"Context\.summary=.*it must take one text"):
         wb.Context(max_tokens=640, summary=lambda: "nothing")
 
 
@@ -202,13 +202,13 @@ def test_a_context_that_is_not_full_changes_nothing(lab: wb.Workbench) -> None:
 
 
 def test_wrong_contexts(lab: wb.Workbench) -> None:
-    with expect_error(BadInput, rule="a context has room for the prompt, and for a turn"):
+    with expect_error(BadInput, rule="a context must have room for the prompt and a turn"):
         wb.Context(max_tokens=64)
     with expect_error(BadInput, value=r"Context\.keep_turns=0"):
         wb.Context(max_tokens=640, keep_turns=0)
     with expect_error(BadInput, value="context= without environment="):
         wb.Sampling(context=wb.Context(max_tokens=640))
-    with expect_error(BadInput, rule="the model reads Generation"):
+    with expect_error(BadInput, rule="the model reads at most Generation"):
         rolled(lab, Counting, max_tokens=100_000)
     with expect_error(BadInput, value="context=3"):
         lab.actor.generate_sequences(lab.prompts.next(1), environment=Counting, context=3)

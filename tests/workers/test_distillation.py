@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str,
     tokenizer.add_tokens(["<one more>"])
     load_config(TINY).save_pretrained(other)
     tokenizer.save_pretrained(other)
-    with expect_error(BadInput, value="another vocabulary than the actor's", rule="all roles read the same tokens"):
+    with expect_error(BadInput, value="another vocabulary than the actor's", rule="all roles must use the same tokens"):
         open_lab("other", tmp_path, {"actor": TINY, "teacher": str(other)})
     with expect_error(BadInput, value="Distill on a workbench without reference"):
         wb.Distill(lab, prompts=4, teacher="reference")

@@ -88,7 +88,7 @@ def test_the_updates_of_an_algorithm(tmp_path: Any) -> None:
             lab.actor.update_actor(batch, loss=wb.KLCov(), clip=0.1)
         with pytest.raises(BadInput, match=r"on_policy=True with loss=ClipCov"):
             lab.actor.update_actor(batch, loss=wb.ClipCov(), on_policy=True)
-        with pytest.raises(BadInput, match="chosen over a whole minibatch"):
+        with pytest.raises(BadInput, match="chooses tokens over a whole minibatch"):
             lab.check(loss=wb.ClipCov(), batch=batch)
         strong, none = (wb.KLCov(share=1.0, coefficient=c) for c in (5.0, 0.0))
         moved, old = [], batch.fetch(["old_log_prob"])["old_log_prob"]

@@ -259,7 +259,7 @@ def test_wrong_judges_are_refused(lab: wb.Workbench, batch: wb.Batch, tmp_path: 
     with expect_error(BadInput, rule="only reward and cost can be one"):
         tiny_lab("wrong", tmp_path, backend="inline", models={"actor": wb.Judge(JUDGE, rubric="{response}")})
     cut = wb.Judge(JUDGE, rubric="{response}", generation=wb.Generation(tensor_parallel_size=2))
-    with expect_error(BadInput, value="a judge that is cut over ranks"):
+    with expect_error(BadInput, value="a judge that is sharded over ranks"):
         tiny_lab("wrong", tmp_path, backend="inline", models={"actor": TINY, "reward": cut})
 
     @wb.batched(over="batch")
@@ -312,5 +312,5 @@ def test_the_score_that_a_judgement_states(text: str, score: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "good", "between 3 and 5", "It has 2 errors and 4 facts."])
 def test_a_judgement_that_does_not_say_which_number_it_is_has_no_score(text: str) -> None:
-    with expect_error(BadInput, value="no word on which is the score"):
+    with expect_error(BadInput, value="none of them marked as the score"):
         stated_score(text)

@@ -125,7 +125,7 @@ def test_functions_that_say_where_steps_end(lab: wb.Workbench) -> None:
     ("value", "steps", "said"),
     [
         ([(0, 1.0), (99, 1.0)], True, "returned a step that ends at token 99 of a response of"),
-        ([(1, 1.0), (0, 1.0)], True, "steps that end at tokens .1, 0., not one after the other"),
+        ([(1, 1.0), (0, 1.0)], True, "steps that end at tokens .1, 0., not in increasing order"),
         ([1.0, 2.0], True, "returned .1.0, 2.0."),
         ([1.0] * 7, "\n\n", r"returned 7 numbers for a response of \d steps"),
     ],

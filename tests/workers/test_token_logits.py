@@ -184,4 +184,4 @@ def test_the_check_of_a_loss_knows_them(lab: wb.Workbench, loss: Any) -> None:
         return -log_prob * advantages - logits.map(lambda x: torch.tensor(entropy_of(x).tolist()).to(x.dtype))
 
     found = lab.check("gradient", loss=lost, batch=batch)["gradient"]
-    assert found.verdict == "failed" and "the gradient of logits is not that of the loss" in found.culprit
+    assert found.verdict == "failed" and "the gradient of logits is not the derivative of the loss" in found.culprit

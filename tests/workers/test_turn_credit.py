@@ -157,9 +157,9 @@ def test_bad_input(lab: wb.Workbench, talk: wb.Batch) -> None:
     ends = talk.fetch()["turn_ends"]
     assert isinstance(ends, Ragged)
     wrong = lab.put({**talk.fetch(), "turn_ends": ends.like(ends.values + 1)}, meta=dict(talk.meta))
-    with expect_error(BadInput, rule="they rise from turn to turn"):
+    with expect_error(BadInput, rule="they must rise from turn to turn"):
         lab.compute_advantages(wrong, estimator="gae_turn")
     shorter = Ragged.of([row[:-1] for row in ends.rows()], torch.int64)
     wrong = lab.put({**talk.fetch(), "turn_ends": shorter}, meta=dict(talk.meta))
-    with expect_error(BadInput, value="behind the last end"):
+    with expect_error(BadInput, value="after the last end"):
         lab.compute_advantages(wrong, estimator="gae_turn")

@@ -42,15 +42,15 @@ def stages_up_to_generation(graph: Graph) -> tuple[Stage, ...]:
 
 def check_can_run_ahead(graph: Graph) -> None:
     """Raise `BadInput` if this graph cannot generate for an iteration before the current iteration has ended."""
-    rule = "an iteration runs ahead up to its generation: lab.prompts.next, and stages that update nothing, before it"
+    rule = "before generation, only lab.prompts.next, as the first stage, and stages that update nothing are allowed"
     first, *others = stages_up_to_generation(graph) or (None,)
     wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
     if first is None:
         reason = "none of its stages generates"
     elif first.role != "prompts" or first.function is not None or first is not graph.stages[0]:
-        reason = f"it begins with {first.name!r}"
+        reason = f"here the first stage is {graph.stages[0].name!r}"
     elif wrong:
-        reason = f"{wrong[0]!r} comes before"
+        reason = f"here {wrong[0]!r} comes before it"
     else:
         return
     raise BadInput(f"{graph.title} with staleness", f"{rule}; {reason}", "leave staleness out")
@@ -75,7 +75,7 @@ def check_can_pause(graph: Graph) -> None:
     if len(stages) != 2 or stages[1].operation != "generate_sequences":
         raise BadInput(
             f"{graph.title} with pause_after",
-            f"prompts are followed by one generation; here by {', '.join(stage.name for stage in stages[1:])}",
+            f"only generate_sequences may follow the prompts; here: {', '.join(stage.name for stage in stages[1:])}",
             "leave pause_after out",
         )
     check_parts({**stages[1].arguments, "pause_after": 1, "resume": True})

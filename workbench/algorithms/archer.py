@@ -43,7 +43,7 @@ class ArCHer(RolloutAlgorithm):
         if self.sampling.environment is None:
             raise BadInput(
                 "ArCHer(sampling=...) without an environment",
-                "its actions are the turns of conversations",
+                "an action of ArCHer is a turn of a conversation with an environment",
                 "write sampling=wb.Sampling(environment=MyEnvironment, max_turns=4)",
             )
         if self.reward is None and self.reward_weights is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 Arms = Annotated[
-    Mapping[str, Algorithm], Rule("must be algorithms by name, of this workbench", 'write {"ppo": wb.PPO(lab)}')
+    Mapping[str, Algorithm], Rule("must map names to algorithms of this workbench", 'write {"ppo": wb.PPO(lab)}')
 ]
 NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
 
@@ -85,7 +85,7 @@ def _as_given(graph: Graph, batch: Batch) -> Graph:
     return Graph(graph.title, tuple(stages))
 
 
-@stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
+@stoppable("lab.compare()", ("the system is as before", "run the same call again"))
 def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     """Run several algorithms on one batch: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
@@ -102,10 +102,10 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
         todo = downstream(graph, batch)
         if any(graph[stage].role == "prompts" for stage in todo):
             remedy = "give a batch of lab.prompts.next(n)"
-            raise BadInput(f"arm {name!r} on {batch!r}", "it has no prompts of its own", remedy)
+            raise BadInput(f"arm {name!r} on {batch!r}", "an arm draws no prompts: the batch must have them", remedy)
         plans[name] = (graph, todo)
     if not plans:
-        raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+        raise BadInput("no arms", "give at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
     counters, done, put_back_prompts = runner.counters, list[Arm](), lab.prompts.snapshot()
 

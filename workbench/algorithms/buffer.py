@@ -64,9 +64,9 @@ class Buffer:
         found = WaitingRollouts(iteration=iteration, made={"added": batch})
         if found.paused:
             raise BadInput(
-                f"lab.buffer.add({batch.id}): {len(found.paused)} groups have responses that paused",
-                "what waits here is drawn as it is, and nobody goes on with them",
-                "lab.actor.generate_sequences(batch, resume=True) first",
+                f"lab.buffer.add({batch.id}): {len(found.paused)} groups have paused responses",
+                "the buffer returns groups as they were added, and does not continue their responses",
+                "finish them first: lab.actor.generate_sequences(batch, resume=True)",
             )
         self.waiting.append(found)
 
@@ -111,7 +111,7 @@ class Buffer:
         self._priority.check(f"lab.buffer.draw({groups})")
         fitting = [found for found in self.waiting if found.made_by(stages) and not found.paused]
         if (there := self.count(stages)) < groups:
-            paused = f", and {self.under_way} under way, with responses that have paused" if self.under_way else ""
+            paused = f", and {self.under_way} more have paused responses" if self.under_way else ""
             raise BadInput(
                 f"lab.buffer.draw({groups})", f"{there} groups wait{paused}", "generate first, or draw fewer"
             )
@@ -125,8 +125,8 @@ class Buffer:
                 given = self.priority(frame)
             except Exception as error:
                 raise BadInput(
-                    f"lab.buffer.priority raised {said(error)}", "it is given the frame of groups",
-                    f"its columns are {', '.join(frame.columns)}",
+                    f"lab.buffer.priority raised {said(error)}", "its argument is the frame of groups",
+                    f"this frame has the columns {', '.join(frame.columns)}",
                 ) from error  # fmt: skip
             try:
                 numbers = np.asarray(given, dtype=np.float64)
@@ -134,7 +134,7 @@ class Buffer:
                 numbers = np.empty(0)
             if numbers.shape != (len(places),) or np.isnan(numbers).any():
                 raise BadInput(
-                    f"lab.buffer.priority gave {shown(given)}", f"must give one number a group, {len(places)} in all",
+                    f"lab.buffer.priority gave {shown(given)}", f"must return one number a group, {len(places)} in all",
                     "return a column of its frame, such as groups.reward.fillna(0)",
                 )  # fmt: skip
             order = np.argsort(-numbers, kind="stable")
@@ -249,7 +249,7 @@ class Buffer:
     def __repr__(self) -> str:
         ages = [self.age(found) for found in self.waiting if found.whole]
         if not ages:
-            return f"<Buffer: {self.under_way} groups under way>" if self.under_way else "<Buffer: nothing waits>"
+            return f"<Buffer: {self.under_way} groups under way>" if self.under_way else "<Buffer: empty>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
         paused = f", {self.under_way} under way" if self.under_way else ""
         return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"
@@ -258,7 +258,7 @@ class Buffer:
         """A chart of the waiting rollouts' ages, one bar per iteration and age, oldest first."""
         frame = self.df()
         if frame.empty:
-            return "<div>nothing waits in the buffer</div>"
+            return "<div>the buffer is empty</div>"
         title = "optimizer steps since the weights that generated the rollouts"
         drawing, y = f'<text x="0" y="14" fill="currentColor" font-weight="600">{title}</text>', HEAD
         bars = frame.groupby(["iteration", "age_steps"], sort=False)["paused"].agg(["size", "sum"])
@@ -271,7 +271,7 @@ class Buffer:
                 f'fill-opacity=".4"/><text x="{LEFT + width + 6:.1f}" y="{y + 12}" fill="currentColor">{told}</text>'
             )
             y += LINE
-        return svg(drawing, LEFT + BARS + RIGHT, y, "ages of the rollouts that wait")
+        return svg(drawing, LEFT + BARS + RIGHT, y, "ages of the waiting rollouts")
 
     # --- for checkpoints and later kernels ----------------------------------------------------------------------------
 

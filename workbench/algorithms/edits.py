@@ -52,24 +52,24 @@ class TracedBatch(StandIn):
         return method
 
     def __getitem__(self, key: Any) -> Any:
-        raise _looks_at(f"what {self.stage} makes, [{key!r}],", self.stage)
+        raise _looks_at(f"[{key!r}] of the output of {self.stage}", self.stage)
 
     def __iter__(self) -> Any:
-        raise _looks_at(f"what {self.stage} makes, in a loop,", self.stage)
+        raise _looks_at(f"a loop over the output of {self.stage}", self.stage)
 
     def __len__(self) -> int:
-        raise _looks_at(f"len() of what {self.stage} makes", self.stage)
+        raise _looks_at(f"len() of the output of {self.stage}", self.stage)
 
     def __bool__(self) -> bool:
-        raise _looks_at(f"what {self.stage} makes, as a condition,", self.stage)
+        raise _looks_at(f"the output of {self.stage} as a condition", self.stage)
 
 
 def _looks_at(what: str, stage: str) -> BadInput:
     return BadInput(
         f"{what} in define",
-        "the lines of a dataflow do not look at what a stage makes: they are also run without it",
-        "put what depends on values into a function, as a stage: lab.apply(function, batch); a cell can look at "
-        f"algorithm.made[{stage!r}]",
+        "define cannot read the output of a stage: it is also run without outputs, only to find its stages",
+        "move the code that reads values to a function, and make that a stage: lab.apply(function, batch); a cell "
+        f"can read algorithm.made[{stage!r}]",
     )
 
 
@@ -120,9 +120,9 @@ class Tracer(StageNames):
         if callable(value):
             raise BadInput(
                 f"{self.title}: lab.{name} in define",
-                "its lines are also run to see which stages they call, and with them every call that is no stage",
-                "call it in a function, as a stage: lab.apply(function, batch); or between iterations, in a cell, in "
-                "run(evaluate=...), or in finish",
+                "define is also run only to find its stages, and would repeat this call each time",
+                "call it in a function that is a stage: lab.apply(function, batch); or call it between iterations: in "
+                "a cell, in run(evaluate=...), or in finish",
             )
         return value
 
@@ -150,7 +150,7 @@ class Tracer(StageNames):
                 batch, args = next(iter(args), None), args[1:]
             if not isinstance(batch, StandIn):
                 where = f"{called.group.role}.{operation.name}"
-                raise BadInput(f"{where}({type(batch).__name__})", "its first argument is a batch")
+                raise BadInput(f"{where}({type(batch).__name__})", "the first argument must be a batch")
             inputs = (batch.stage,)
         return self.note(stage_of(called, operation.name, inputs, args, kwargs))
 
@@ -169,7 +169,7 @@ class Tracer(StageNames):
         """Return the graph of the recorded stages, after checking their columns."""
         if not self.stages:
             raise BadInput(
-                f"{self.title}: no stage was called", "its lines call stages of the workbench they are given"
+                f"{self.title}: no stage was called", "define must call stages of the workbench that it is given"
             )
         return Graph(self.title, ()).checked(self.stages)
 
@@ -315,8 +315,8 @@ class StageEdits(LiveFields, ABC):
         before[stage]  # raises where there is no such stage
         after = self._graph_with(wanted)
         after.check_corrections(type(self).__name__)
-        after.check_rows(f"{type(self).__name__}, once")
-        self._check_open_updates(f"{stage!r}, once, with {', '.join(arguments)}", after)
+        after.check_rows(f"{type(self).__name__}.once")
+        self._check_open_updates(f"once({stage!r}) with {', '.join(arguments)}", after)
         self._once = wanted
         self._note_arguments(before, stage, arguments, " once")
 
@@ -372,7 +372,7 @@ class StageEdits(LiveFields, ABC):
         if ran := [stage for stage in behind if self._under_way and stage in self.made]:
             raise BadInput(
                 f"inserting {called!r} after {after!r}",
-                f"{ran[0]!r}, which comes behind it, has run in this iteration",
+                f"{ran[0]!r}, a later stage, has already run in this iteration",
                 "finish the iteration first, with iterate(), or give it up, with restart()",
             )
         self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
@@ -405,8 +405,8 @@ class StageEdits(LiveFields, ABC):
         if updated := [name for name in stale if before[name].updates]:
             raise BadInput(
                 what,
-                f"{updated[0]!r} has updated {before[updated[0]].role!r} in this iteration, from what would change",
-                "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
+                f"{updated[0]!r} has updated {before[updated[0]].role!r} in this iteration with data that would change",
+                "finish the iteration first, with iterate(), or give it up, with restart(), which keeps the update",
             )
         once = {name: arguments for name, arguments in self._once.items() if name != again}
         self._check_open_updates(what, self._graph_with(once, after), stale)

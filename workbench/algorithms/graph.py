@@ -208,8 +208,8 @@ class Graph:
             given = "None" if made is None else f"{type(made).__name__} {shown(made)}"
             raise StageError(
                 f"stage {stage.name!r}: {stage.operation} returned {given}",
-                f"{takers[0].name!r} takes a batch from it",
-                "return a batch, or put another in its place with replace()",
+                f"the stage {takers[0].name!r} needs a batch from it",
+                "make it return a batch, or replace the stage with replace()",
             )
         return made
 
@@ -250,9 +250,9 @@ class Graph:
             if self._unrun_stages(stage.name, made) != after._unrun_stages(stage.name, made - {*stale}):
                 raise BadInput(
                     what,
-                    f"an interrupt left {stage.name!r} between two of its steps: with this it would begin anew, and "
-                    "take steps twice",
-                    "finish the iteration first, with the same call; or give it up, with restart(): the steps stay",
+                    f"an interrupt left {stage.name!r} between two of its steps: this change would restart it, and "
+                    "repeat steps",
+                    "finish the iteration first with the same call, or give it up with restart(), which keeps steps",
                 )
 
     def _unrun_stages(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -316,7 +316,7 @@ class Graph:
         """Return the graph with a new stage between `after` and the stages that take its output."""
         before = self[after]
         if name in self.names:
-            raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give name=")
+            raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give another name=")
         new = replace(stage_of(function, name, (before.name,), (), arguments), edited=True)
         stages: list[Stage] = []
         for stage in self.stages:
@@ -329,7 +329,7 @@ class Graph:
         """Return the graph without a stage; the stages that took its output take its input instead."""
         gone = self[name]
         if not gone.inputs and self.consumers(name):
-            raise BadInput(f"removing {name!r}", "nothing comes before it, and others need it")
+            raise BadInput(f"removing {name!r}", "it takes no batch, and other stages need its output")
         before = gone.inputs[0] if gone.inputs else ""
         return self.checked([_rewired(stage, name, before) for stage in self.stages if stage.name != name])
 
@@ -344,7 +344,7 @@ class Graph:
                 if missing[0] not in SCHEMA and isinstance(stage.function, GroupOperation):  # a user's function
                     stage.function.check_columns(stage.arguments, have or ())
                 maker = MADE_BY.get(missing[0])
-                near = f"call {maker} before it, and give it the batch that this returns" if maker else ""
+                near = f"call {maker} first, and give its result to this stage" if maker else ""
                 near = near or remedy_for(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
@@ -401,7 +401,7 @@ def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise BadInput(f"{what}: {error}", f"it takes {signature}, and a stage is given its batch first") from None
+        raise BadInput(f"{what}: {error}", f"it takes {signature}; its first argument is the batch") from None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings"  # key in `_kept_fields`: the class of settings that were assigned as a whole
 MAPPING = "mapping"  # key in `_kept_fields`: the values of a mapping that was assigned
-TRACED = "its lines are also run to see which stages they call, so it would change each time"  # about `define`
+TRACED = "define is also run only to find its stages, and would change the value each time"  # about `define`
 _DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
 
 
@@ -65,7 +65,7 @@ class LiveFields(NamedAttributes):
         rule = f"its fields are {', '.join(named)}"
         own = getattr(type(self), name, None)
         if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
-            remedy = remedy_for(name, named) or f"a field of one's own is written in the class: {name}: float = 0.0"
+            remedy = remedy_for(name, named) or f"to add a field, write it in the class: {name}: float = 0.0"
             raise BadInput(f"{title}.{name} = {shown(value)}", rule, remedy)
         if name not in named and (
             (isinstance(own, property) and own.fset is None) or (callable(own) and not callable(value))
@@ -102,7 +102,7 @@ class LiveFields(NamedAttributes):
 
         def owner(what: str) -> Any:
             if (algorithm := me()) is None:
-                raise BadInput(what, "the algorithm of this field is gone", "make it anew")
+                raise BadInput(what, "the algorithm of this field no longer exists", "create it again")
             return algorithm
 
         def assign(values: dict[str, Any]) -> Any:
@@ -296,7 +296,7 @@ def note_settings(
         others[f"another {title}, with a {' and a '.join(adapts)} of its own"] = None
     for stage, known in noted["replace"].items():
         if gone := known.keys() - replaced.get(stage, {}).keys():
-            others[f"{title}.{stage} without the {' and the '.join(sorted(gone))} of before"] = None
+            others[f"{title}.{stage} without its earlier {' and '.join(sorted(gone))}"] = None
     values = {name: value for name, value in of_run.items() if value or name in before}
     values |= flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
     values |= {name: before[name] for name in adapts if algorithm.ended_iterations and name in before}

@@ -279,9 +279,9 @@ class Algorithm(StageEdits):
 
         def left() -> tuple[str, str]:
             if not self._under_way:
-                return f"iteration {self.iteration} is over", "run the cell again: the same call begins the next one"
+                return f"iteration {self.iteration} has ended", "run the cell again to begin the next one"
             following = f"{self.next_stage} of iteration {self.lab.iteration} is next"
-            return following, "run the cell again: the same call goes on with it"
+            return following, "run the cell again to continue with it"
 
         name = type(self).__name__
         try:
@@ -290,8 +290,8 @@ class Algorithm(StageEdits):
         except StageInterrupted as error:
             if self._under_way and self._made_in is not None and self._made_in == running_cell():
                 held = variable_of(self)
-                goes_on = f"{held}.{call}(...) in another cell goes on" if held else "make it in a cell of its own"
-                error.remedy = f"but this cell run again makes another {name}, which begins a new iteration: {goes_on}"
+                goes_on = f"call {held}.{call}(...) in another cell" if held else "create it in a separate cell"
+                error.remedy = f"running this cell again makes another {name}, which begins a new iteration: {goes_on}"
             raise
 
     def run(
@@ -334,7 +334,7 @@ class Algorithm(StageEdits):
             if not staleness:
                 raise BadInput(
                     f"pause_after={pause_after} with staleness=0",
-                    "an iteration that generates what it trains on needs whole responses",
+                    "without staleness an iteration trains on the responses that it generates, which must be complete",
                     f"write run({iterations}, staleness=2, pause_after={pause_after})",
                 )
             check_can_pause(self.graph())
@@ -420,8 +420,8 @@ class Algorithm(StageEdits):
         if not hasattr(self.lab, "groups"):
             raise BadInput(
                 f"{type(self).__name__}({shown(self.lab)})",
-                "its first argument is the workbench that it drives",
-                "give what wb.open(...) returned",
+                "its first argument must be a workbench",
+                "give the workbench that wb.open(...) returned",
             )
         title = type(self).__name__
         if missing := [role for role in roles if role not in self.lab.groups]:

@@ -51,13 +51,13 @@ class PPO(RolloutAlgorithm):
         if not self.kl_coefficient > 0:
             raise BadInput(
                 f"PPO(kl_target={self.kl_target}, kl_coefficient={self.kl_coefficient})",
-                "towards a target the coefficient is moved by factors, which leave 0 where it is",
-                "give a kl_coefficient to begin with, or leave kl_target out",
+                "kl_target multiplies the coefficient, and 0 would stay 0",
+                "give a kl_coefficient above 0, or leave kl_target out",
             )
         if (responses := self.prompts * self.samples) >= 5 * self.kl_horizon:
             raise BadInput(
                 f"PPO(kl_horizon={self.kl_horizon}) with {responses} responses an iteration",
-                "more than 5 horizons at once could turn the coefficient's sign",
+                "an iteration of 5 horizons or more could make the coefficient 0 or negative",
                 "give a larger kl_horizon",
             )
         self._adapted(self.kl_target)  # raises now if `adaptive_kl_step` would refuse these values later

@@ -13,7 +13,7 @@ from workbench.objectives.lagrangian import dual_step
 from workbench.support.validation import FINITE, SEQUENCE, NonNegativeFloat, Number, PositiveFloat, Rule
 
 TWO_BOUNDS = Rule(
-    "must be two numbers, 0 < low <= high < infinity: the multiplier's logarithm is stepped",
+    "must be two numbers, 0 < low <= high < infinity: each step changes the logarithm of the multiplier",
     "write multiplier_bounds=(0.01, 10.0)",
 )
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], SEQUENCE, TWO_BOUNDS]

@@ -66,14 +66,14 @@ class Batch(BatchHandle):
         """
         if callable(keep):
             if not (names := list(columns)):
-                raise BadInput("filter(function) without columns", "the function is given a frame of named columns",
+                raise BadInput("filter(function) without columns", "the function takes a frame of the named columns",
                                'name those that it reads: columns=["rewards"]')  # fmt: skip
             keep = keep(self.df(names))
         mask = as_array(keep)
         if mask.dtype != bool or mask.shape != (self.rows,):
             raise BadInput(
                 f"a filter of shape {list(mask.shape)} and dtype {mask.dtype} for {self!r}",
-                f"one True or False a row, {self.rows} in all",
+                f"must be one True or False a row, {self.rows} in all",
                 "give a list or an array of them, such as the frame's own `rows.rewards > 0`",
             )
         if not mask.any():
@@ -94,7 +94,7 @@ class Batch(BatchHandle):
         """Return the number of tokens of each row of a ragged column, int64 [rows]. The hosts count; no token moves."""
         self.need([column], "lengths")
         if self.columns[column].row_shape != ("*",):
-            raise BadInput(f"lengths({column!r})", "its rows are no token sequences", "choose a column of shape [*]")
+            raise BadInput(f"lengths({column!r})", "its rows are not token sequences", "choose a column of shape [*]")
         return self._source.lengths(column, self.columns[column].location)
 
     def balance(self, ranks: PositiveInt, minibatches: PositiveInt = 1) -> Batch:
@@ -108,7 +108,7 @@ class Batch(BatchHandle):
         if len(cut[0]) < ranks:
             raise BadInput(
                 f"balance of {self.rows} rows in {minibatches} minibatches over {ranks} ranks",
-                "every rank has at least one row of a minibatch",
+                "every rank needs at least one row of each minibatch",
                 f"use at least {ranks * minibatches} rows",
             )
         self.need(["prompt_ids"], "balance")
@@ -150,12 +150,12 @@ class Batch(BatchHandle):
         """
         self.check_beside([other], "join")
         if self.rows != other.rows:
-            raise BadInput(f"join of {self!r} and {other!r}", "both have equally many rows")
+            raise BadInput(f"join of {self!r} and {other!r}", "both must have equally many rows")
         if both := [name for name in other.columns if name in self.columns]:
             raise BadInput(
                 f"join: both batches have {', '.join(map(repr, both))}",
                 "a batch has one column of a name",
-                f"drop them, or other.rename({both[0]}='other_{both[0]}')",
+                f"drop them, or use other.rename({both[0]}='other_{both[0]}')",
             )
         return self.derive("join", {**self.columns, **other.columns}, {**other.meta, **self.meta}, [other])
 
@@ -175,8 +175,8 @@ class Batch(BatchHandle):
             if missing := [name for name in every if name not in batch.columns]:
                 raise BadInput(
                     f"concat: batch {number} ({batch!r}) lacks {', '.join(map(repr, missing))}",
-                    "all have the same columns",
-                    "make them, or drop them from the others",
+                    "all batches must have the same columns",
+                    "add them, or drop them from the others",
                 )
         _check_temperatures(batches)
         together: dict[tuple[Any, ...], Location] = {}
@@ -187,7 +187,7 @@ class Batch(BatchHandle):
                 if (part.dtype, part.row_shape) != (column.dtype, column.row_shape):
                     raise BadInput(
                         f"concat: column {name!r} is {_kind(part)} in batch {number} and {_kind(column)} in batch 0",
-                        "all have one dtype and one shape of a row",
+                        "a column must have the same dtype and row shape in all batches",
                     )
             locations = [part.location for part in parts]
             renamed = any(location.names for location in locations)
@@ -226,7 +226,7 @@ class Batch(BatchHandle):
             if name in self.text_names:
                 raise BadInput(f"disagreements of column {name!r}", "it holds text", "name columns of numbers")
         if columns[0] == columns[1]:
-            raise BadInput(f"disagreements of {one!r} with itself", "two verifiers are compared", "name two columns")
+            raise BadInput(f"disagreements of {one!r} with itself", "it compares two verifiers", "name two columns")
         return disagreements(self, (columns[0], columns[1]), threshold)
 
     def check_beside(self, others: Iterable[Batch], reader: str) -> None:
@@ -235,8 +235,8 @@ class Batch(BatchHandle):
             if not other.is_of(self._source):
                 raise BadInput(
                     f"{reader} of batches of two workbenches",
-                    "the columns of a batch lie on the hosts of one",
-                    "carry one over with batch.save(path) and lab.load(path)",
+                    "all columns of a batch are on the hosts of one workbench",
+                    "copy one over with batch.save(path) and lab.load(path)",
                 )
 
 
@@ -250,8 +250,8 @@ def _check_temperatures(batches: Sequence[Batch]) -> None:
         if len(temperatures) > 1:
             raise BadInput(
                 f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
-                "log-probabilities of a batch are taken at one temperature",
-                "keep them apart",
+                "all log-probabilities of a batch must be at the same temperature",
+                "keep these batches separate",
             )
 
 

@@ -125,7 +125,7 @@ def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
         raise BadInput(
             f"column {name!r} is {kind_of(column)}",
             "it must be a Ragged, with one number a token of each row",
-            "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+            "to repeat a tensor x [rows] for each token: mask = batch.fetch(['response_mask'])['response_mask']; "
             "mask.like(torch.repeat_interleave(x, mask.lengths))",
         )
     return column
@@ -144,7 +144,7 @@ def check_form(name: str, column: object, error: type[WorkbenchError], where: st
     if isinstance(column, Ragged) and not column.is_whole:
         raise error(
             f"{where}column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
-            "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
+            "the lengths of a Ragged must be whole numbers, at least 0, and their sum the number of its values",
             "make it with Ragged.of(rows, dtype)",
         )
     if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):

@@ -92,7 +92,7 @@ class Disagreements:
         without = f"; {self.left_out} failed rows are left out" if self.left_out else ""
         more = f" (the first {SHOWN_ROWS} of {rows}; .df has all)" if rows > SHOWN_ROWS else ""
         lines: list[Any] = self.df.head(SHOWN_ROWS).map(_short).to_dict("records")
-        caption = f"{apart}: one verdict, not the other. Cohen's {kappa}{without}"
+        caption = f"the verdicts differ on {apart}. Cohen's {kappa}{without}"
         return table(verdicts, caption=caption) + table(lines, caption=f"largest gaps first{more}")
 
 

@@ -68,7 +68,7 @@ def write(path: str | os.PathLike[str], batch: BatchHandle, *, mode: int = files
     """Write a batch to a file, for `Batch.save`. If writing fails, the old file stays as it was."""
     target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else "lies in a folder that is not there"
+        what = "is a folder" if target.is_dir() else "is in a folder that does not exist"
         raise BadInput(f"{str(target)!r} {what}", "a batch is saved as one file", "name a file in a folder that exists")
     for name, column in batch.columns.items():
         if column.dtype not in (*DTYPES, "object"):
@@ -149,7 +149,7 @@ def _json(value: Any, where: str, remedy: str) -> str:
         text = json.dumps(value)
     if not text or repr(json.loads(text)) != repr(value):
         rule = "is saved as JSON: text, numbers, True, False, None, and lists and dicts of these, whose keys are text"
-        raise BadInput(f"{where} holds {shown(value)}", f"what is no tensor {rule}", remedy)
+        raise BadInput(f"{where} holds {shown(value)}", f"what is not a tensor {rule}", remedy)
     return text
 
 
@@ -163,12 +163,12 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
         files.opened(source, limit=None).close()
     except FileNotFoundError:
         raise BadInput(
-            f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path"
+            f"no file {str(source)!r}", f"relative paths start at {str(Path.cwd())!r}", "correct the path"
         ) from None
     try:
         file = safe_open(source, framework="pt")
     except SafetensorError as error:
-        raise _not_ours(source, f"is no whole safetensors file: {error}") from error
+        raise _not_ours(source, f"is not a complete safetensors file: {error}") from error
     header = _header(file.metadata() or {}, source)
     if header.vocabulary is not None:
         vocabulary.check_identity(header.vocabulary, repr(str(source)))
@@ -194,19 +194,19 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
 def _header(texts: Mapping[str, str], source: Path) -> Header:
     """Return the header of a file. Raises `BadInput` if the file's digest or header is wrong."""
     if not {"workbench", "sha256"} <= texts.keys():
-        raise _not_ours(source, "is a safetensors file, but no batch")
+        raise _not_ours(source, "is a safetensors file, but not a batch")
     try:
         found = json.loads(texts["workbench"])
         written = found["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _not_ours(source, f"is damaged: its header is no JSON with a format ({type(error).__name__})") from error
+        raise _not_ours(source, f"is damaged: its header is not JSON with a format ({type(error).__name__})") from error
     if written != FORMAT:
         what = f"{str(source)!r} is a batch of format {shown(written, 80)}"
         raise BadInput(what, f"this version reads format {FORMAT}", "use the version of workbench that saved it")
     with source.open("rb") as file:
         _, there, digest = _digests(file)
     if there != digest:
-        raise _not_ours(source, "is damaged: its bytes are not those that were written")
+        raise _not_ours(source, "is damaged: its bytes have changed since they were written")
     try:
         return Header.model_validate(found)
     except ValidationError as error:
@@ -228,4 +228,4 @@ def _digests(file: IO[bytes]) -> tuple[int, str, str]:
 
 def _not_ours(source: Path, what: str) -> BadInput:
     """Return the error for a file that `batch.save` did not write, or that changed since. what: what is wrong."""
-    return BadInput(f"{str(source)!r} {what}", "lab.load reads what batch.save wrote", "name such a file")
+    return BadInput(f"{str(source)!r} {what}", "lab.load reads files that batch.save wrote", "give such a file")

@@ -57,7 +57,7 @@ class BatchHandle(NamedAttributes):
         there = [column for column in columns.values() if isinstance(column, Column)]
         lengths = {len(column.location) for column in there}
         if len(lengths) > 1:
-            raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
+            raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns must have equally many rows")
         self.name, self.version, self._meta = name, version, dict(meta)
         self.versions = versions if versions is not None else itertools.count(version + 1)
         self.rows = lengths.pop() if lengths else rows
@@ -81,7 +81,7 @@ class BatchHandle(NamedAttributes):
         def __setattr__(self, name: str, value: Any) -> None:
             if name in self.__dict__.get("_columns", ()):
                 remedy = f"write batch = batch.drop({name!r}).join(lab.put({{{name!r}: values}}))"
-                raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
+                raise BadInput(f"batch.{name} = {shown(value)}", "a batch does not change: make another", remedy)
             object.__setattr__(self, name, value)
 
     def with_pending(self, run: Maker, writes: Iterable[str], without: Collection[str] = ()) -> Self:
@@ -299,7 +299,7 @@ class BatchHandle(NamedAttributes):
         return frame_of_turns(table, numbers, self._source.decode)
 
     @checked_call("batch.save")
-    @stoppable("batch.save()", ("the file is written as a whole, or not at all", "the same call again writes it"))
+    @stoppable("batch.save()", ("the file is complete, or as it was before", "run the same call again"))
     def save(self, path: str | Path) -> Path:
         """Write rows, columns and meta to one safetensors file, for `lab.load(path)` in this or another workbench.
 

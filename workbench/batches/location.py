@@ -87,7 +87,7 @@ class Location:
             shard[rows] = i
             position[rows] = np.arange(len(rows))
         if (shard < 0).any():
-            raise ValueError("every row number from 0 to rows - 1 must stand in exactly one part")
+            raise ValueError("every row number from 0 to rows - 1 must be in exactly one part")
         return cls(tuple(shard_id for shard_id, _ in parts), shard, position)
 
     def __len__(self) -> int:
@@ -195,11 +195,11 @@ def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
 def minibatch_rows(rows: int, minibatches: int) -> Chunks:
     """Cut consecutive rows into equally large minibatches; raise `BadInput` if the number does not divide."""
     if left := rows % minibatches:
-        fewer = f"take batch.take(range({rows - left})), which leaves {left} out, or " if rows > minibatches else ""
+        fewer = f"use batch.take(range({rows - left})), which leaves {left} out, or " if rows > minibatches else ""
         raise BadInput(
             f"{rows} rows in {minibatches} minibatches",
             "the minibatches of an update must be equally large",
-            f"{fewer}assign a training.minibatches that divides {rows}",
+            f"{fewer}set training.minibatches to a divisor of {rows}",
         )
     return np.split(np.arange(rows), minibatches)
 

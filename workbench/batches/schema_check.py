@@ -40,7 +40,7 @@ def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limit
     if all_valid and isinstance(valid, Tensor) and not valid.all():
         raise BadInput(
             f"row {rows[int((valid == 0).nonzero()[0])]} is not valid",
-            "this update learns from every row, and a row that failed has nothing to learn from",
+            "this update trains on every row, and a failed row has nothing to train on",
             "take the others: batch.take(numpy.flatnonzero(batch.fetch(['valid'])['valid']))",
         )
     ragged = {name: column for name in known if isinstance(column := columns[name], Ragged)}
@@ -62,7 +62,7 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
     schema = SCHEMA[name]
     if schema.holds == "text":
         if not (isinstance(column, list) and all(isinstance(value, str) for value in column)):
-            raise BadInput(f"{where}column {name!r} is {kind_of(column)}", "it must be a list with a text a row")
+            raise BadInput(f"{where}column {name!r} is {kind_of(column)}", "it must be a list with one text a row")
         return
     values = column.values if isinstance(column, Ragged) else column
     kinds = {"one": (Tensor,), "tokens": (Ragged,), "either": (Tensor, Ragged)}[schema.row]
@@ -74,7 +74,7 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
         raise BadInput(
             f"{where}column {name!r} is {dtype}",
             f"it holds {schema.holds}, of {wanted}",
-            "make it int64; lists of whole numbers will do" if _whole(schema) else "make it a tensor of float32",
+            "make it int64, or give lists of whole numbers" if _whole(schema) else "make it a tensor of float32",
         )
     most = schema.most
     if schema.holds == "token ids" and limits.vocabulary is not None:
@@ -150,7 +150,7 @@ def _check_sequences(
         row = rows[int((column.lengths == 0).nonzero()[0])]
         raise BadInput(
             f"column {name!r} has no token in row {row}",
-            "a prompt has at least its BOS, an answer its EOS",
+            "a prompt needs at least its BOS, an answer its EOS",
             f"leave such rows out: batch.take(numpy.flatnonzero(batch.lengths({name!r})))",
         )
     if limits.context is None or not len(column):
@@ -161,8 +161,8 @@ def _check_sequences(
         what = repr(name) if before is None else f"{follows!r} and {name!r}"
         raise BadInput(
             f"row {rows[row]} has {int(lengths[row])} tokens in {what}",
-            f"the model reads at most {limits.context}: its numbers beyond that mean nothing",
-            "cut the row, leave it out, or take a model with a longer context",
+            f"the model reads at most {limits.context} tokens: its outputs after these mean nothing",
+            "cut the row, leave it out, or use a model with a longer context",
         )
 
 
@@ -181,12 +181,12 @@ def _wrong_kind(name: str, column: ColumnValues, schema: ColumnSchema, where: st
     if isinstance(column, list):
         remedy = f"put numbers: lab.put({{**batch.fetch(), {name!r}: [...]}}, meta=batch.meta)"
     elif isinstance(column, Tensor) and column.ndim == 2 and column.shape[1] == 1:
-        remedy = "x[:, 0] of a tensor [rows, 1] is one [rows]"
+        remedy = "give x[:, 0] instead of a tensor x [rows, 1]"
     elif isinstance(column, Tensor) and schema.holds == "token ids":
         remedy = f"put a list of token ids for each row, without padding: lab.put({{{name!r}: [[1, 5], [1, 7, 2]]}})"
     elif isinstance(column, Tensor):
         remedy = (
-            "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+            "to repeat a tensor x [rows] for each token: mask = batch.fetch(['response_mask'])['response_mask']; "
             "mask.like(torch.repeat_interleave(x, mask.lengths))"
         )
     return BadInput(f"{where}column {name!r} is {kind_of(column)}", f"it must be {ROWS[schema.row]}", remedy)
@@ -203,10 +203,10 @@ def _wrong_value(
             "make the ids with this workbench's tokenizer; a Ragged has rows without padding",
         )
     if schema.holds == "zeros and ones":
-        rule = "it is 1 (or True) on the tokens that count, and 0 on the others"
+        rule = "its values must be 0 or 1, or False or True"
     else:
         least = f", at least {schema.least:g}" if schema.least != -FINITE else ""
-        rule = f"its numbers are finite{least}" + (f", at most {most:g}" if most != FINITE else "")
+        rule = f"its numbers must be finite{least}" + (f", at most {most:g}" if most != FINITE else "")
     return BadInput(
         f"{where}column {name!r} holds {value} in {place}",
         rule,

@@ -35,7 +35,7 @@ def ends_of_turns(turn_ends: Ragged, lengths: Tensor) -> Tensor:
         if not bool((steps > 0).all()):
             raise BadInput(
                 f"turn_ends {ends.tolist()} of row {row}, which has {length} tokens",
-                "they rise from turn to turn, up to the number of the response's tokens",
+                "they must rise from turn to turn, up to the number of response tokens",
                 "keep the column as actor.generate_sequences(environment=...) wrote it",
             )
     ends_BT = torch.zeros(len(lengths), int(lengths.max()) if len(lengths) else 0, dtype=torch.bool)

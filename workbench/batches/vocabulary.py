@@ -53,9 +53,9 @@ class Vocabulary:
         if identity.digest != self.digest:
             raise BadInput(
                 f"{where} holds token ids of {identity.name!r} ({identity.size} ids, {identity.digest})",
-                f"this workbench has those of {self.name!r} ({self.size} ids, {self.digest}): the same ids are other "
-                "texts",
-                "load it in a workbench whose actor has that tokenizer, or carry its texts over and not its ids",
+                f"this workbench has those of {self.name!r} ({self.size} ids, {self.digest}): there the same ids "
+                "mean other texts",
+                "load it in a workbench whose actor has that tokenizer, or copy its texts over instead of its ids",
             )
 
     def check(self, table: Table, where: str) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 
-@stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
+@stoppable("lab.check()", ("the system is as before", "run the same call again"))
 def check(lab: Lab, *names: str, loss: Any = None, batch: Any = None) -> CheckReport:
     """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1 before
     the first step, does the engine have the trainer's weights, does nothing outside the mask reach the gradient
@@ -62,18 +62,18 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
     if loss is None or batch is None:
         raise BadInput(
             f"lab.check({'batch' if loss is None else 'loss'}=...) alone",
-            "a loss is checked on rollouts that it is to learn from",
+            "a loss is checked on rollouts that it would train on",
             "write lab.check(loss=fn, batch=batch), with a batch for lab.actor.update_actor(batch, loss=fn)",
         )
     role = role_of(loss) if callable(loss) else "actor"
     if role not in lab.groups or "measure_gradient" not in lab.groups[role].operations:
-        rule = f"the loss is one of update_{role}, and this workbench trains no {role} of its own"
+        rule = f"this loss is for update_{role}, and this workbench has no {role} whose gradient it can measure"
         raise BadInput(f"lab.check(loss=...) without {role}", rule, f"open one with models={{{role!r}: ...}}")
     if isinstance(loss, CovarianceLoss):
         raise BadInput(
             f"lab.check(loss={loss!r})",
-            "its tokens are chosen over a whole minibatch, of which a check of rows and micro-batches knows nothing",
-            "check the loss under it: loss='ppo'",
+            "it chooses tokens over a whole minibatch, and the checks see only rows and micro-batches",
+            "check the loss that it is based on: loss='ppo'",
         )
     update = lab.groups[role].operations[UPDATES[role]]
     arguments, _ = update.arguments((), {"loss": loss})
@@ -89,7 +89,7 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
         for name in chosen:
             findings.append(_run(LOSS_CHECKS, subject, name))
             if name == "returns" and findings[0].verdict == "failed":
-                about = "it does not return what a loss returns"
+                about = "not checked, because 'returns' failed"
                 findings += [Finding(check=other, verdict="not applicable", about=about) for other in chosen[1:]]
                 return CheckReport(tuple(findings))
         added = contributions(subject)

@@ -73,7 +73,7 @@ class Evaluation(pd.DataFrame):
         with pd.option_context("display.width", 1000):
             shown = pd.DataFrame(cells, index=self.index).to_string()
         others = len(self.columns) - len(names) - 2
-        rest = f"{others} other columns, .to_string() prints all; .rows has a row a response"
+        rest = f"{others} other columns, .to_string() prints all; .rows has one row a response"
         return f"{shown}\n{self.stated()}\n{rest}"
 
     def stated(self) -> str:
@@ -100,13 +100,13 @@ def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComp
     """
     for name, one in (("a", a), ("b", b)):
         if not isinstance(one, Evaluation):
-            raise BadInput(f"{name} is a {type(one).__name__}", "it is what lab.evaluate(...) returned", "give that")
+            raise BadInput(f"{name} is a {type(one).__name__}", "must be a result of lab.evaluate(...)", "give that")
     one_of("of", of, ("reward", "passed"))
     means = [_means(one.rows, of) for one in (a, b)]
     both = means[0].to_frame("mean_a").join(means[1].to_frame("mean_b"), how="inner")
     if both.empty:
         raise BadInput(
-            "a and b have no prompt in common", "they are compared prompt by prompt",
+            "a and b have no prompt in common", "evaluations are compared prompt by prompt",
             "evaluate both on the same data, under the same name: {'mine': rows}",
         )  # fmt: skip
     rows = {}
@@ -220,7 +220,7 @@ class EvaluationComparison(Charted):
         """The result for each data set, and differing conditions, in sentences."""
         found = [_sentence(str(data), row) for data, row in self.df.iterrows()]
         return found + [
-            f"not of the policies alone: {name} is {a} in a, {b} in b" for name, (a, b) in self.differs.items()
+            f"not only the policies differ: {name} is {a} in a, {b} in b" for name, (a, b) in self.differs.items()
         ]
 
     def __repr__(self) -> str:
@@ -262,4 +262,4 @@ def _sentence(data: str, row: Any) -> str:
     more = row["more_prompts"]
     if not math.isfinite(more):
         return f"{found}: not decided"
-    return f"{found}: not decided; about {more:,.0f} more prompts would"
+    return f"{found}: not decided; about {more:,.0f} more prompts would decide it"

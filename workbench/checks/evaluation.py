@@ -126,7 +126,7 @@ class Asked:
         return None if self.select == ROLE else self.select
 
 
-@stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
+@stoppable("lab.evaluate()", ("training is not affected", "run the same call again"))
 def evaluate(
     lab: Lab, data: Any, *, samples: PositiveInt = 4, sampling: Sampling | None = None, n: PositiveInt | None = None,
     reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
@@ -203,16 +203,16 @@ def _check(lab: Lab, asked: Asked) -> None:
     """Raise `BadInput` now for values that a stage, or the summary, would refuse after generation."""
     if "actor" not in lab.groups:
         raise BadInput(
-            "evaluate on a workbench without an actor", "its generation engine writes the responses",
-            "open one with an actor; held-out pairs are scored by compute_pair_rewards",
+            "evaluate on a workbench without an actor", "the actor writes the responses",
+            "open one with an actor; to score held-out pairs, use compute_pair_rewards",
         )  # fmt: skip
     if "reward" not in lab.groups:
         raise BadInput(
-            "evaluate on a workbench without a reward", "responses are scored by its reward workers",
-            "open one with a reward role: a function will do",
+            "evaluate on a workbench without a reward", "the reward workers score the responses",
+            "open one with a reward role, such as a function",
         )  # fmt: skip
     if isinstance(asked.select, str) and asked.select != ROLE:
-        rule = "a function that scores a response, 'role' for the reward role's own model or function, or None"
+        rule = "must be a function that scores a response, 'role' for the reward role's own model or function, or None"
         raise BadInput(f"select={shown(asked.select)}", rule, "write select='role'")
     lab.reward.operations["compute_reward"].arguments((), {"function": asked.selector})
     lab.actor.operations["generate_sequences"].arguments(
@@ -269,8 +269,8 @@ def _answer(function: Callable[[str], Any], response: str) -> Any:
     except Exception as error:
         raise BadInput(
             f"answer= raised {type(error).__name__}: {error} for the response {response!r:.60}",
-            "it gives the answer of a response, such as a text or a number, or None where there is none",
-            "correct it",
+            "it must return the answer of a response, such as a text or a number, or None if there is none",
+            "correct the function",
         ) from error
     return answer
 
@@ -338,7 +338,7 @@ def _named(data: Any) -> dict[str, Any]:
         source = data["source"] if isinstance(data, Mapping) else data
         return {source if isinstance(source, str) else "held-out": data}
     if not data:
-        raise BadInput("evaluate({})", "needs a data set at least", "lab.evaluate('arithmetic', n=32)")
+        raise BadInput("evaluate({})", "needs at least one data set", "lab.evaluate('arithmetic', n=32)")
     return {str(name): source for name, source in data.items()}
 
 
@@ -350,7 +350,7 @@ def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     check_room(prompts, lab.description.generation)
     if isinstance(prompts, StreamedPrompts):
         if n is None:
-            raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")
+            raise BadInput("evaluate on a stream without n=", "it does not know its length", "give a number: n=256")
         found = prompts.next(n, one_epoch=True)
     else:
         found = prompts.next(len(prompts) if n is None else min(n, len(prompts)))

@@ -66,7 +66,7 @@ def check_frozen(subject: Subject) -> Finding:
         for name in old
         if old[name] != new.get(name)
     ]
-    return finding(len(moved), 0, and_more(moved), "weights with other bits after forward passes and an update")
+    return finding(len(moved), 0, and_more(moved), "weights whose bits changed in forward passes and an update")
 
 
 def check_replicas(subject: Subject) -> Finding:
@@ -155,7 +155,7 @@ def check_advantages(subject: Subject) -> Finding:
                 gaps = (one - two).abs().nan_to_num(nan=math.inf) / max(1.0, float(one.abs().max())) / FLOAT32_ROUNDING
                 culprit = f"{name} of row {int(row_of[gaps.argmax()])}, {called}, {between}"
                 found.append((float(gaps.max()), culprit))
-    about = "relative change of advantages or returns that should be none, in units of what rounding may do"
+    about = "relative change of advantages or returns that must not change, in units of the allowed rounding"
     return largest(found, 1.0, about)
 
 
@@ -190,7 +190,7 @@ def check_rollout(subject: Subject) -> Finding:
     where = subject.rank_of(subject.rollouts, "rollout_log_prob", row)
     return finding(
         gap, subject.by_dtype("actor", *ENGINES), f"actor, row {row}, generated on {where}",
-        f"|rollout_log_prob - old_log_prob|, mean over the worst row, nats; temperature {TEMPERATURE} alone",
+        f"|rollout_log_prob - old_log_prob|, mean over the worst row, nats; at temperature {TEMPERATURE} only",
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def check_weights(subject: Subject) -> Finding:
         elif not seen.gap <= limit:
             culprit = culprit or f"{role}, rank {rank}: a weight that cannot be read in the engine"
         elif not gap <= limit:
-            culprit = culprit or f"{role}, rank {rank}: output head, which does not follow the embeddings in a sync"
+            culprit = culprit or f"{role}, rank {rank}: output head, which a sync did not update with the embeddings"
     read = min(seen.read for seen in ranks)
     return finding(
         max(figures), limit, culprit, f"gap on a probe, nats; {read} weights compared bit for bit in the engine"
@@ -231,7 +231,7 @@ def check_kl(subject: Subject) -> Finding:
     if own != theirs:
         raise NotApplicable("the actor has been trained since it was equal to the reference")
     if not own.state and actor.name != reference.name:
-        raise NotApplicable("the reference began as another model than the actor")
+        raise NotApplicable("the reference started from another model than the actor")
     values, batch = subject.forward("reference", subject.table)
     gap, row = worst(row_gaps(values, subject.old_log_prob, torch.mean))
     same = 1e-5 if actor.dtype == reference.dtype == "float32" else 0.1
@@ -304,7 +304,7 @@ def check_invariance(subject: Subject) -> Finding:
                 found.append((gap / limit, f"{role}, row {part[i]} on {where}, {name}"))
     if not found:
         raise NotApplicable("no role here has a forward stage of workbench's own")
-    return largest(found, 1.0, "largest change of a log-probability, value or score, in units of what rounding may do")
+    return largest(found, 1.0, "largest change of a log-probability, value or score, in units of the allowed rounding")
 
 
 def _only(mask: Ragged, row: int) -> torch.Tensor:
@@ -340,7 +340,7 @@ def check_masks(subject: Subject) -> Finding:
             of_row = [change(update, [row])[0] for row in every]
             culprit += f"; row {of_row.index(max(of_row))} most"
         found.append((difference, culprit))
-    about = "relative change of loss or gradient by garbage outside the mask, in units of what rounding may do"
+    about = "relative change of loss or gradient from garbage outside the mask, in units of the allowed rounding"
     return largest(found, 1.0, about)
 
 
@@ -360,7 +360,7 @@ def check_denominators(subject: Subject) -> Finding:
         for between, other in others.items():
             difference, what = relative_difference(ranks, other)
             found.append((difference / subject.by_dtype(role, *ROUNDING), f"{name}: {what}, {between}"))
-    about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of what rounding may do"
+    about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of the allowed rounding"
     return largest(found, 1.0, about)
 
 
@@ -374,7 +374,7 @@ def check_gradients(subject: Subject) -> Finding:
                     if not math.isfinite(sketch.norm):
                         bad[f"{update.role}, rank {rank}: the gradient of {name} is not finite"] = None
                     elif sketch != first.sketches[name]:
-                        bad[f"{update.role}, rank {rank}: the gradient of {name} is another than on rank 0"] = None
+                        bad[f"{update.role}, rank {rank}: the gradient of {name} differs from that on rank 0"] = None
                 if minibatch.norm == 0:
                     bad[f"{update.role}, rank {rank}: every gradient is 0"] = None
     return finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")

@@ -100,10 +100,10 @@ class LossSubject:
         """The largest difference between two calls of the loss with equal inputs, and its cause."""
         if wrote := self.inputs.overwritten():
             named = ", ".join(map(repr, wrote))
-            return math.inf, f"it writes into {named}, which others read too: x = x * 2, not x.mul_(2)"
+            return math.inf, f"it changes its input {named}, which other code reads too: write x = x * 2, not x.mul_(2)"
         one, two = self.inputs.outcome(), self.inputs.outcome()
         gap = max(_relative(one[what] - two[what], one[what]) for what in one)
-        return gap, "two calls with the same numbers give two losses or gradients, as with random numbers"
+        return gap, "two calls with the same inputs give different losses or gradients, as with random numbers"
 
     def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
         """Each rank's measurements of the role's update on this batch."""
@@ -150,13 +150,13 @@ def check_gradient(subject: LossSubject) -> Finding:
                     continue  # at a kink, such as a clip, there are two gradients
                 gap = abs((up + down) / 2 - float(gradient_BT[row, token])) / scale
                 where = f"row {inputs.rows[row]}, token {token}"
-                culprit = f"{where}: the gradient of {name} is not that of the loss"
+                culprit = f"{where}: the gradient of {name} is not the derivative of the loss"
                 found.append((math.inf if math.isnan(gap) else gap, culprit))
     if not positions:
         raise NotApplicable("no token is inside the mask")
     if not found:
         raise NotApplicable(
-            f"the loss has a kink, or bends, at all of the {positions} positions: differences do not give its gradient"
+            f"the loss has a kink, or bends, at all {positions} positions: finite differences do not give its gradient"
         )
     about = "relative gap between gradient and central differences"
     about += f", at {len(found)} of {positions} positions" if len(found) < positions else ""
@@ -188,7 +188,7 @@ def check_mask(subject: LossSubject) -> Finding:
                     gap_BT = torch.where(mask_BT, one_BT - two_BT, 0.0 if what == "the loss" else two_BT)
                     culprit = f"{_where(base, gap_BT)}: {what} changes with {other}"
                     found.append((_relative(gap_BT, one_BT), culprit))
-    return largest(found, ROUNDING[0], "relative change by what is outside the mask")
+    return largest(found, ROUNDING[0], "relative change from values outside the mask")
 
 
 def check_rows(subject: LossSubject) -> Finding:
@@ -202,14 +202,14 @@ def check_rows(subject: LossSubject) -> Finding:
                 gap = _relative(together[what][i] - x_BT[0], together[what])
                 found.append((gap, f"row {row}: {what} changes with other rows"))
     figure, culprit = max(found)
-    culprit += ". What a group or a batch decides belongs into a column, as compute_advantages(estimator=fn) makes one"
-    return finding(figure, ROUNDING[0], culprit, "relative change of a row's loss or gradient by other rows")
+    culprit += ". Put what depends on several rows into a column, for example with compute_advantages(estimator=fn)"
+    return finding(figure, ROUNDING[0], culprit, "relative change of a row's loss or gradient from other rows")
 
 
 def check_ratio_1(subject: LossSubject) -> Finding:
     """At ratio 1 its gradient is the policy gradient: -A at each token."""
     if not {"log_prob", "advantages"} <= set(subject.inputs.values):
-        raise NotApplicable("it does not ask for log_prob and advantages")
+        raise NotApplicable("the loss does not take log_prob and advantages")
     advantages_BT = subject.inputs.values["advantages"] * subject.inputs.inside_BT
     size = float(advantages_BT.norm())
     if not size:
@@ -219,7 +219,7 @@ def check_ratio_1(subject: LossSubject) -> Finding:
     slope = float(-(gradient_BT * advantages_BT).sum()) / size**2
     near = slope * size / max(float(gradient_BT.norm()), 1e-300)
     culprit = f"it is {slope:.3g} of the policy gradient, cosine {near:.3g}"
-    culprit += ": the sign is turned" if slope < 0 else ": log_prob has no gradient there" if not slope else ""
+    culprit += ": the sign is reversed" if slope < 0 else ": log_prob has no gradient there" if not slope else ""
     return finding(gap, RATIO_ONE, culprit, "relative distance of its gradient at ratio 1 from -advantages")
 
 
@@ -239,7 +239,7 @@ def check_micro_batches(subject: LossSubject) -> Finding:
     for between, other in others.items():
         gap, what = relative_difference(own, other)
         found.append((gap / ROUNDING[lab.groups[subject.role].spec.dtype != "float32"], f"{what}, {between}"))
-    about = "relative change of loss or gradient with micro-batches or ranks, in units of what rounding may do"
+    about = "relative change of loss or gradient with micro-batches or ranks, in units of the allowed rounding"
     return largest(found, 1.0, about)
 
 
@@ -253,7 +253,7 @@ def check_direction(subject: LossSubject) -> Finding:
         raise NotApplicable(f"the batch has no {column}")
     own, by_ppo = subject.measure(batch, loss=subject.loss), subject.measure(batch, loss=None if critic else "ppo")
     if math.isnan(cosine(by_ppo, by_ppo)):
-        why = "" if critic else ", as where all advantages are 0"
+        why = "" if critic else ", for example because all advantages are 0"
         raise NotApplicable(f"{known}'s gradient is 0 on this batch{why}")
     ppo = cosine(own, by_ppo)
     about = f"1 - cosine to {known}'s gradient; the cosine is {ppo:.3f}"
@@ -265,7 +265,7 @@ def check_direction(subject: LossSubject) -> Finding:
             about += f", to GRPO's {cosine(own, by_grpo):.3f}"
     culprit = f"the cosine to {known}'s gradient is {ppo:.3f}: a step undoes {known}'s"
     if math.isnan(ppo):
-        culprit = "its gradient is 0: a step on it moves nothing"
+        culprit = "its gradient is 0: a step changes nothing"
     return finding(1 - ppo, 1.0, culprit, about)
 
 

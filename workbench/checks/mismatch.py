@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 QUANTILES = 100
 SAMPLED = "rollout"
 Precisions = Annotated[
-    Mapping[str, Precision], Rule("must be precisions by name", 'write {"mine": wb.Precision(dtype="bfloat16")}')
+    Mapping[str, Precision], Rule("must map names to precisions", 'write {"mine": wb.Precision(dtype="bfloat16")}')
 ]
 
 
@@ -92,7 +92,7 @@ class Mismatch(Charted):
         return table(rows, caption=f"{len(self.tokens):,} tokens, against {self.base}")
 
 
-@stoppable("lab.mismatch()", ("the system is as before", "the same call again compares"))
+@stoppable("lab.mismatch()", ("the system is as before", "run the same call again"))
 def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mismatch:
     """Compare the log-probabilities of these responses under several precisions, with the actor's current weights: as a
     trainer and as a generation engine compute in fp32, bf16 and fp16, with the output head in fp32, with an adapter
@@ -103,7 +103,7 @@ def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mi
     copy of the actor's weights.
     """
     if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:
-        raise BadInput("mismatch without an actor of workbench's own", "its weights score the tokens")
+        raise BadInput("mismatch without an actor of workbench's own", "the actor's weights score the tokens")
     masked = set(MASK_COLUMNS) <= set(batch.names)
     if precisions is None:
         adapted = lab.groups["actor"].spec.adapter is not None
@@ -128,5 +128,5 @@ def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mi
     tokens = pd.DataFrame({name: values[kept].numpy() for name, values in columns.items()})
     base = SAMPLED if SAMPLED in columns else next(iter(precisions))
     if tokens.empty:
-        raise BadInput("mismatch on a batch without a token of the policy's", "its response_mask is 0 everywhere")
+        raise BadInput("mismatch on a batch without tokens of the policy", "its response_mask is 0 everywhere")
     return Mismatch(tokens, base)

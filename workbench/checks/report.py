@@ -74,7 +74,7 @@ class CheckReport:
 
     @property
     def state(self) -> str:
-        return "all that apply hold" if self.ok else f"{len(self.failed)} failed"
+        return "all that apply passed" if self.ok else f"{len(self.failed)} failed"
 
     def raise_if_failed(self) -> CheckReport:
         """Raise `CheckFailed`, naming every failed check with figure and culprit; else return the report."""
@@ -86,7 +86,7 @@ class CheckReport:
             )
             raise CheckFailed(
                 f"{len(self.failed)} of {len(self.findings)} checks failed: {said}",
-                "each holds on a system that trains what it says it trains",
+                "a system that trains correctly passes every check",
                 "lab.check() shows all of them",
             )
         return self

@@ -159,7 +159,7 @@ class Subject:
         of length one."""
         stage, column = FORWARD[role]
         if role not in self.forward_roles():
-            raise NotApplicable(f"there is no {role} with a {stage} that reads prompts and responses alone")
+            raise NotApplicable(f"there is no {role} with a {stage} that reads only prompts and responses")
         batch = getattr(self.lab.groups[role], stage)(self.put({name: table[name] for name in READ}))
         values = batch.fetch([column])[column]
         if isinstance(values, Tensor):

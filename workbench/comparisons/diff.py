@@ -58,7 +58,7 @@ class RunDiff:
             parts.append(folded(f"The function of {role}", f"<pre>{escape(text)}</pre>"))
         if len(self.changes):
             changed: list[Any] = self.changes.to_dict("records")
-            parts.append(table(changed, caption="changed while they lived", max_rows=40))
+            parts.append(table(changed, caption="changed during the runs", max_rows=40))
         return "".join(parts)
 
 

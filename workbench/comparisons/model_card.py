@@ -32,7 +32,7 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
     base = found.record.settings.get(f"{role}/name")
     if base is None:
         roles = dict.fromkeys(name.partition("/")[0] for name in found.record.settings if "/" in name)
-        raise NotFound(f"a model of role {role!r} in {found.name}", f"it has {', '.join(roles) or 'none'}", "name one")
+        raise NotFound(f"no model of role {role!r} in {found.name}", f"it has {', '.join(roles) or 'none'}", "name one")
     algorithms = ", ".join(found.algorithms)
     tags = ["workbench", "reinforcement-learning", *(name.lower() for name in found.algorithms)]
     head = {"library_name": "transformers", "base_model": base, "tags": tags}
@@ -48,7 +48,7 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
         *_section("Data", found.record.data.items(), ("data", "value")),
         *_section("Algorithm", _algorithm(found), ("setting", "value")),
         *_section("Training", _training(found), ("setting", "value")),
-        *_section("Changed on the way", changes, ("iteration", "change")),
+        *_section("Changed during the run", changes, ("iteration", "change")),
         *_section("Code", code, ("what", "version")),
     ]  # fmt: skip
     return "\n".join(parts)
@@ -71,7 +71,7 @@ def _figures(run: RunFolder) -> list[tuple[Any, ...]]:
         if len(values):
             rows.append((label, f"{values.iloc[0]:.4g}", f"{values.iloc[-1]:.4g}"))
     if len(series):
-        rows += [(f"{name}, in all", "", f"{series[name].iloc[-1]:,.0f}") for name in X if series[name].iloc[-1] > 0]
+        rows += [(f"{name}, total", "", f"{series[name].iloc[-1]:,.0f}") for name in X if series[name].iloc[-1] > 0]
     return rows
 
 

@@ -57,14 +57,14 @@ def replay(
         known = ", ".join(there.algorithms) or "none"
         raise BadInput(
             f"replay of run {there.name} by {title}",
-            f"it is another run, which has iterations of such an algorithm; there: {known}",
-            "make the algorithm with which it ran",
+            f"needs another run, with iterations of {title}; that run has algorithms: {known}",
+            "create the algorithm with which it ran",
         )
     assigned = [one["change"] for one in here.changes() if ".training." in one["change"].partition(" ")[0]]
     if lab.iteration or len(lab.buffer) or assigned:
         raise BadInput(
             f"replay in iteration {lab.iteration}" + (f", after {assigned[0]}" if assigned else ""),
-            "a run is made again from its beginning",
+            "a replay starts at the beginning of a run",
             "open a workbench with the settings of that run, and replay before anything else",
         )
     # an iteration of stages called by hand, after those of the algorithm, lacks one of its updates
@@ -78,14 +78,14 @@ def replay(
     if others or wanted.index.min() > 1:
         raise BadInput(
             f"replay of run {there.name} by {title}",
-            f"{others[0]} had iterations among its {last}" if others else "it went on from a checkpoint of another run",
-            "only iterations of one algorithm, from the first on, can be made again",
+            f"{others[0]} ran some of its {last} iterations" if others else "it began at another run's checkpoint",
+            "replay a run of one algorithm from its first iteration",
         )
     recorded, how, left_out = there.changed_settings(title), dict[str, Any](), list[str]()
     if any("others" not in row for rows in recorded.values() for row, _ in rows):
         raise BadInput(
-            f"replay of run {there.name}", "its log is of an earlier version, which did not record what stages took",
-            "make a run with this version",
+            f"replay of run {there.name}", "its log lacks the arguments of stages, as in earlier versions",
+            "replay a run of this version",
         )  # fmt: skip
     for number in range(1, last + 1):
         for row, changes in recorded.get((number, False), ()):
@@ -103,7 +103,7 @@ def replay(
                 if part != "once":  # which was over then
                     _made(algorithm, part, name, value)
     if left_out := list(dict.fromkeys(left_out)):
-        print(f"not repeated as it was: {', '.join(left_out)}")
+        print(f"not repeated exactly: {', '.join(left_out)}")
     found = diff(there.folder, lab)
     frame = _compared(here, there)
     frame["same_draws"] &= "prompts/token ids" not in found.data.index

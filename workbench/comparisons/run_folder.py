@@ -204,7 +204,7 @@ def run_folders(runs: str | Path) -> list[RunFolder]:
     """The runs under a folder, oldest first; symbolic links are not followed."""
     base = path_of(runs, "folder")
     if not base.is_dir():
-        raise NotFound(f"a folder {str(base)!r} of runs", "wb.open makes a run folder under runs=", "name that folder")
+        raise NotFound(f"no folder {str(base)!r}", "wb.open makes run folders under runs=", "give that folder")
     found = []
     for name in sorted(_folders(base)):
         found += [RunFolder(date) for date in _folders(name) if _is_run(date)]
@@ -220,7 +220,7 @@ def run_folder(run: Any, runs: str | Path = "runs") -> RunFolder:
         if folder.is_dir() and not folder.is_symlink() and _is_run(folder.absolute()):
             return RunFolder(folder.absolute())
     rule = "a run is a workbench, a run folder, or 'NAME/DATE' of wb.runs()"
-    raise NotFound(f"a run {str(run)!r}", rule, "see wb.runs().index, or give folder=")
+    raise NotFound(f"no run {str(run)!r}", rule, "see wb.runs().index, or give folder=")
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -254,6 +254,6 @@ def readable(run: RunFolder) -> bool:
         files.tell_once(f"run {run.name}: {error.value}; {error.rule}")
         return False
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # no rows of this version's
-        files.tell_once(f"run {run.name} is damaged, or another version's: {error!r}")
+        files.tell_once(f"run {run.name} is damaged, or from another version: {error!r}")
         return False
     return True

@@ -105,7 +105,7 @@ def _unknown(metric: str, series: Mapping[str, pd.DataFrame]) -> NotFound:
     labels = [label for label in HEADLINES if any(label in looked_at(frame.columns) for frame in series.values())]
     near = remedy_for(metric, [*labels, *known], repr)
     rule = f"they have the headlines {', '.join(labels) or 'none'}, and {len(known)} metrics as 'stage/metric'"
-    return NotFound(f"metric {metric!r} in {len(series)} runs", rule, near or "see the columns of wb.runs()")
+    return NotFound(f"no metric {metric!r} in {len(series)} runs", rule, near or "see the columns of wb.runs()")
 
 
 def _curve(frame: pd.DataFrame, column: str, over: Over, smooth: float) -> pd.Series[float]:
@@ -143,7 +143,7 @@ DESCRIBED = ("settings/", "data/", "code/")
 NOT_AN_ARM = ("settings/seed", "data/prompts/seed", "code/commit")  # runs that differ in these alone are one arm
 MOST_ROWS, MOST_SETTINGS, LONGEST_ARM = 40, 6, 80
 Smooth = Annotated[Number, Field(ge=0, lt=1)]
-Names = Annotated[str | Sequence[str], Rule("a name, or several", 'write "reward", or ["reward", "KL"]')]
+Names = Annotated[str | Sequence[str], Rule("must be one name or several", 'write "reward", or ["reward", "KL"]')]
 
 
 @checks_calls("wb.runs()")
@@ -204,7 +204,7 @@ class Runs(pd.DataFrame):
         the largest run. A single run has none. by: columns whose values define an arm, such as "settings/PPO/clip".
         """
         if "folder" not in self.columns or not len(self):
-            raise BadInput(f"curves of {len(self)} runs", "it reads their folders, in the column folder", "keep it")
+            raise BadInput(f"curves of {len(self)} runs", "needs runs and their column 'folder'", "keep both")
         folders = {str(name): RunFolder(path_of(folder, "folder")) for name, folder in self["folder"].items()}
         names = [metrics] if isinstance(metrics, str) else list(metrics)
         return curves_of(folders, self.arms(by).tolist(), names, over, smooth, band)

@@ -80,7 +80,7 @@ class Ledger:
             held = FileLock(self.path.with_suffix(".lock"), timeout=0).acquire()
         except Timeout:
             name = self.path.stem
-            rule = "another kernel makes its trials, or a cell of this one that was not stopped"
+            rule = "another kernel, or another cell of this one, is running its trials"
             raise BadInput(f"wb.sweep({name!r})", rule, "wait for it or stop it, or choose another name") from None
         with held:
             yield
@@ -131,18 +131,18 @@ class Ledger:
 def check_name(name: str) -> str:
     """Raise `BadInput` unless the sweep's name can be a file name."""
     if not name or name.startswith(".") or any(c in name for c in "/\\\0") or len(name.encode()) > 200:
-        raise BadInput(f"name={name!r}", "of a file: no slash, and no point in front", 'such as "kl"')
+        raise BadInput(f"name={name!r}", "must be a file name: no slash, and no dot in front", 'such as "kl"')
     return name
 
 
 Train = Annotated[Callable[..., Any], Rule("must be a function", "def train(seed, **settings): ... return a score")]
 Arms = Annotated[
     Mapping[str, Mapping[str, Any]],
-    Rule("must be settings by name of an arm", 'write {"low": {"kl_coefficient": 0.01}, "high": {...}}'),
+    Rule("must map names of arms to settings", 'write {"low": {"kl_coefficient": 0.01}, "high": {...}}'),
 ]
 
 
-CAPTION = "arms, the best first; 95 % intervals of Student's t over seeds, those of differences for all pairs together"
+CAPTION = "arms, best first; 95 % intervals of Student's t over seeds; those of differences hold for all pairs together"
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def sweep(
     check_name(name)
     _check(train, arms)
     if at_once > 1:
-        pickled(train, ("a trial has a process of its own", "make it inside train, or leave at_once out"))
+        pickled(train, ("each trial runs in a process of its own", "create it inside train, or leave at_once out"))
     ledger = Ledger(path_of(runs, "runs").absolute() / "sweeps" / f"{name}.jsonl")
     code = code_behind(train)
     keys = {
@@ -225,18 +225,18 @@ def sweep(
 
 def _check(train: Callable[..., Any], arms: Mapping[str, Mapping[str, Any]]) -> None:
     if not arms:
-        raise BadInput("arms={}", "needs an arm at least", 'write {"usual": {}}')
+        raise BadInput("arms={}", "needs at least one arm", 'write {"usual": {}}')
     for arm, settings in arms.items():
         if "seed" in settings:
-            raise BadInput(f"arm {arm!r} with a seed", "each arm gets the seeds 0, 1, ...", "say how many: seeds=")
+            raise BadInput(f"arm {arm!r} with a seed", "each arm gets the seeds 0, 1, ...", "give their number: seeds=")
         if wrong := [setting for setting in settings if not isinstance(setting, str) or not setting.isidentifier()]:
-            raise BadInput(f"arm {arm!r} with {shown(wrong[0])}", "settings are arguments of train", "name them so")
+            raise BadInput(f"arm {arm!r} with {shown(wrong[0])}", "settings are arguments of train", "rename it")
         try:
             inspect.signature(train).bind(seed=0, **settings)
         except TypeError as error:
             called = f"train({', '.join(['seed=0', *(f'{name}={shown(value)}' for name, value in settings.items())])})"
             raise BadInput(
-                f"arm {arm!r}: {called}", str(error), "name arguments of train, which takes seed too"
+                f"arm {arm!r}: {called}", str(error), "give arguments of train, which also takes seed"
             ) from None
         except ValueError:  # a function that says no signature
             pass
@@ -368,7 +368,7 @@ def _score(value: Any, key: TrialKey) -> float:
     except (TypeError, ValueError):
         score = math.nan
     if not math.isfinite(score):
-        rule = "it returns what lab.evaluate gave, or a finite number; more is better"
+        rule = "it must return a result of lab.evaluate, or a finite number; higher is better"
         raise BadInput(f"train gave {shown(value)} for {key.arm!r}, seed {key.seed}", rule, "return the score")
     return score
 

@@ -81,7 +81,7 @@ class Description:
         """Fill in defaults and check everything that can be checked without starting a process. elsewhere: the devices
         belong to a cluster that the user has joined."""
         if not isinstance(models, Mapping):
-            raise BadInput(f"models={shown(models)}", "a model for each role", "models={'actor': 'smollm2-135m'}")
+            raise BadInput(f"models={shown(models)}", "must map roles to models", "models={'actor': 'smollm2-135m'}")
         for role in models:
             check_role(role)
         if ROLLOUT in models:
@@ -95,7 +95,7 @@ class Description:
         if address is not None and device is None:
             raise BadInput(
                 f"address={address!r} without device=",
-                "what devices another cluster has cannot be seen from here",
+                "this process cannot see which devices another cluster has",
                 "add device='cuda' or device='cpu'",
             )
         device = device or ("cuda" if device_count("cuda") else "cpu")
@@ -111,7 +111,7 @@ class Description:
         if all(model.name is None for model in filled.values()):
             raise BadInput(
                 f"models={{{', '.join(filled)}}}, all of them functions",
-                "the tokenizer of a model makes the tokens that all roles read",
+                "a model must give the tokenizer for all roles",
                 "declare an actor",
             )
         # The default is one device; the inline backend allows no more.
@@ -174,13 +174,13 @@ class Description:
         if layout.p_g not in (None, 1):
             raise BadInput(
                 where,
-                "engines generate without pipeline stages; p_g > 1 is for planning, and for weights alone",
+                "engines generate without pipeline stages; p_g > 1 is only for planning and resharding",
                 "use p_g=1, or leave it out",
             )
         if layout.t % t_g or layout.t_g not in (None, t_g):
             raise BadInput(
                 f"{where} with Generation.tensor_parallel_size={t_g}",
-                "a tensor group of generation is cut out of one of training: its size is t_g, and divides t",
+                "a tensor group of generation is part of one of training: its size must be t_g, and divide t",
                 f"use Generation(tensor_parallel_size={layout.t_g or layout.t}), or another layout",
             )
         return layout.generating(t_g)

@@ -52,8 +52,8 @@ def check(description: Description) -> None:
     if 0 < description.gpus < 1 and several:
         raise BadInput(
             f"pool {several[0].name!r} of {several[0].devices} devices, each {description.gpus:g} of a GPU",
-            "the ranks of a pool talk by NCCL, for which each has a GPU of its own; pools may share one",
-            "leave devices= out where this machine has GPUs enough, give the pool one device, or join a cluster with "
+            "the ranks of a pool communicate by NCCL, so each needs its own GPU; pools may share one",
+            "leave devices= out if this machine has enough GPUs, give the pool one device, or join a cluster with "
             "address=",
         )
     if description.backend == "inline" and description.placement.devices != 1:
@@ -83,14 +83,14 @@ def _check_judge(description: Description, role: str, judge: Judging) -> None:
     generation, layout = description.models[role].generation, description.placement.layout_of(role)
     if layout.p * layout.t > 1 or (generation and generation.tensor_parallel_size > 1):
         raise BadInput(
-            f"models[{role!r}], a judge that is cut over ranks",
-            "each device of its pool holds all of it",
+            f"models[{role!r}], a judge that is sharded over ranks",
+            "each device of its pool holds the whole judge",
             "leave its layout and Generation.tensor_parallel_size out",
         )
     if description.share_memory:
         raise BadInput(
             f"share_memory={description.share_memory!r} with a judge",
-            "a judge takes no turns: its engine keeps its weights",
+            "a judge cannot share memory: its engine keeps its weights",
             f"give {role!r} a pool of its own, and leave share_memory out",
         )
     if generation:
@@ -123,8 +123,8 @@ def _check_tensor_groups(description: Description) -> None:
     if ranks % generation.tensor_parallel_size:
         raise BadInput(
             f"Generation.tensor_parallel_size={generation.tensor_parallel_size} on a pool of {ranks} devices",
-            "the pool's ranks are cut into tensor groups of that size",
-            "choose a size that divides them",
+            "the pool's ranks are divided into tensor groups of that size",
+            f"choose a size that divides {ranks}",
         )
 
 
@@ -139,7 +139,7 @@ def _check_layouts(description: Description) -> None:
             raise BadInput(
                 f"layouts[{role!r}]={layout} with {model.adapter}",
                 "an adapter is trained on a whole model: p*t must be 1",
-                f"leave the layout out, for {Layout(d=layout.size)}",
+                f"leave the layout out, which gives {Layout(d=layout.size)}",
             )
         try:
             if model.trained and model.training.engine == "deepspeed":
@@ -149,7 +149,7 @@ def _check_layouts(description: Description) -> None:
             if model.trained and optimizer in WHOLE_TENSORS and layout.t > 1:
                 raise BadInput(
                     f"Training(optimizer={optimizer!r})",
-                    f"{WHOLE_TENSORS[optimizer]}, and t={layout.t} cuts them",
+                    f"{WHOLE_TENSORS[optimizer]}, and t={layout.t} splits them",
                     "use t=1 (p and d are free), or optimizer='adamw'",
                 )
         except BadInput as error:
@@ -170,7 +170,7 @@ def _check_tensor_sizes(description: Description) -> None:
         if t != of_other:
             raise BadInput(
                 f"t={of_other} for {other!r} and t={t} for {role!r} with Training(engine='deepspeed')",
-                "roles that DeepSpeed trains on the same devices have the same t",
+                "roles that DeepSpeed trains on the same devices must have the same t",
                 "give them layouts with the same t, or use Training(engine='torch') for one of them",
             )
 
@@ -188,7 +188,7 @@ def _check_installed(description: Description) -> None:
         if in_vllm and description.device == "cuda" and actor.dtype == "float32":
             raise BadInput(
                 f"{actor.adapter} in float32 with Generation(engine='vllm') on a GPU",
-                "vLLM's kernels of adapters compute in bfloat16 or float16 there",
+                "on a GPU, vLLM computes adapters only in bfloat16 or float16",
                 "leave dtype out, or use Generation(engine='transformers')",
             )
     if any(m.training and m.trained and m.training.optimizer == "adamw_8bit" for m in description.models.values()):
@@ -199,7 +199,7 @@ def _check_installed(description: Description) -> None:
         if importlib.util.find_spec(package) is None:
             instead, extra = INSTEAD[package]
             extra = extra.format(device="cpu" if description.device == "cpu" else "gpu")
-            raise MissingDependency.of(package, "this workbench asks for it", extra, instead)
+            raise MissingDependency.of(package, "the settings of this workbench need it", extra, instead)
 
 
 def _check_rollout(description: Description) -> None:
@@ -211,14 +211,14 @@ def _check_rollout(description: Description) -> None:
     if changed:
         raise BadInput(
             f"models['actor'] with worker={worker.__name__}, which has a {changed[0]} of its own",
-            "rollout workers, for which the placement has a pool, carry that out",
-            "leave 'rollout' out of the placement: then the actor generates itself",
+            "the placement has rollout workers, which do this instead of the actor",
+            "leave 'rollout' out of the placement: then the actor generates",
         )
     beside = [r for r in description.placement.pool_of(ROLLOUT).roles if r != ROLLOUT and description.models[r].name]
     if description.share_memory and beside:
         raise BadInput(
             f"share_memory={description.share_memory!r} with {beside[0]} in the pool of 'rollout'",
-            "rollout workers do not take turns: their engine keeps the weights that it was sent",
+            "rollout workers cannot share memory: their engine keeps its weights",
             "give 'rollout' a pool of its own, or leave share_memory out",
         )
     model = description.models[ROLLOUT]
@@ -236,15 +236,15 @@ def _check_environments(description: Description) -> None:
     if "actor" not in description.models:
         raise BadInput(
             f"a pool for {ENVIRONMENT!r} without an actor",
-            "environments answer what the actor says",
-            "declare an actor in models=, or leave it out of the placement",
+            "environments answer the actor",
+            "declare an actor in models=, or leave 'environment' out of the placement",
         )
     ranks = placement.pool_of(ROLLOUT if ROLLOUT in description.models else "actor").devices
     if pool.devices < ranks:
         raise BadInput(
             f"pool {pool.name!r} of {pool.devices} processes of environments, for {ranks} ranks that generate",
-            "each of these ranks has environments of its own conversations",
-            f"give the pool {ranks} or more",
+            "each of these ranks needs at least one process of its own",
+            f"give the pool {ranks} devices or more",
         )
 
 
@@ -256,14 +256,14 @@ def _check_workers(description: Description) -> None:
         if not isinstance(worker, type) or not issubclass(worker, Worker):
             raise BadInput(
                 f"models[{role!r}] with worker={shown(worker)}",
-                f"a worker is a class derived from the role's, {own.__name__}",
+                f"a worker of this role is a class derived from {own.__name__}",
                 f"class Mine({own.__name__}): ...",
             )
         others = [name for name, kind in ROLE_WORKERS.items() if issubclass(worker, kind)]
         if others and not issubclass(worker, own):
             raise BadInput(
                 f"models[{role!r}] with worker={worker.__name__}",
-                f"that is a worker of {' or '.join(others)}",
+                f"this class is for {' or '.join(others)}",
                 f"derive it from {own.__name__}",
             )
 
@@ -276,7 +276,7 @@ def _check_models(description: Description) -> None:
         if model.name not in (None, lead.name) and load_tokenizer(str(model.name)).get_vocab() != vocabulary:
             raise BadInput(
                 f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {description.lead}'s",
-                "all roles read the same tokens",
+                "all roles must use the same tokens",
                 "use a model of the same family" + (", or score with a function" if role in ("reward", "cost") else ""),
             )
     if description.generation:

@@ -98,11 +98,11 @@ class Answers:
             reply = self._send_turn(self._turn(row, tree, path[:k], turn.token_ids))
             if reply.done != turn.done or (not turn.done and list(reply.observation_ids) != list(turn.own_ids)):
                 raise RolloutError(
-                    f"environment {name_of(self._sampling.environment)} answered turn {k} otherwise when it was told "
-                    "it again",
-                    "a branch needs the environment as it was at an earlier turn: its answers follow from sample_seed, "
-                    "the row and the turns",
-                    "draw its random numbers from sample_seed, which reset is given",
+                    f"environment {name_of(self._sampling.environment)} gave another answer to turn {k} when "
+                    "it was repeated",
+                    "a branch needs the environment as it was at an earlier turn: its answers must follow from "
+                    "sample_seed, the row and the turns",
+                    "draw its random numbers from sample_seed, which reset receives",
                 )
             self._observed[_history(path[: k + 1])] = reply.observed
         self._at[_history(path)] = row
@@ -147,7 +147,7 @@ class Answers:
                 if other == row and reply.again:
                     raise RolloutError(
                         f"the process of environment {name_of(self._sampling.environment)} ended", "",
-                        "call the same again: it is told the turns before again",
+                        "run the same call again: a new process receives the earlier turns",
                     )  # fmt: skip
                 if other == row:
                     return reply

@@ -120,17 +120,17 @@ class Chat:
     def _need_open(self, path: Sequence[Turn]) -> None:
         if why := self._ended(path):
             reasons = {
-                "done": "the environment said that it is over",
-                "max_turns": f"it has all of max_turns={self._sampling.max_turns}",
-                "max_calls": f"its tool calls are more than max_calls={self._sampling.max_calls}",
+                "done": "the environment has ended the conversation",
+                "max_turns": f"it has max_turns={self._sampling.max_turns} turns already",
+                "max_calls": f"it has made more than max_calls={self._sampling.max_calls} tool calls",
                 "max_tokens": "there is no room for another token: raise max_new_tokens or Generation.max_model_tokens",
             }
             raise BadInput(
-                f"another turn behind turn {len(path) - 1}", reasons[why], "go to an earlier turn: chat.go(...)"
+                f"another turn after turn {len(path) - 1}", reasons[why], "go to an earlier turn: chat.go(...)"
             )
         if self._waits(path):
-            rule = "nobody has answered the last one: the policy would talk to itself"
-            raise BadInput(f"another turn behind turn {len(path) - 1}", rule, "chat.say('...') answers it")
+            rule = "the last turn has no answer yet, and the policy does not answer itself"
+            raise BadInput(f"another turn after turn {len(path) - 1}", rule, "answer it: chat.say('...')")
 
     def go(self, turn: Any) -> Chat:
         """Go to a turn of the tree, so that the next turn follows it. turn: a `Turn`, or its number; None: go to the
@@ -164,7 +164,7 @@ class Chat:
         """Answer the last turn as the user, in place of the environment, and let the policy take the next turn. With
         `batch(before_edits=True)` the turns before the answer are trained as well."""
         if not self.path:
-            raise BadInput("say() before the first turn", "the prompt is what was said first", "chat.step()")
+            raise BadInput("say() before the first turn", "the policy must first answer the prompt", "call chat.step()")
         self.edit(len(self.path) - 1, answer=[{"role": "user", "content": text}])
         return self.step()
 
@@ -179,9 +179,9 @@ class Chat:
         """
         path = self.path
         if turn >= len(path):
-            raise BadInput(f"edit({turn})", f"the branch has {len(path)} turns, from 0", "chat.step() takes another")
+            raise BadInput(f"edit({turn})", f"the branch has {len(path)} turns, from 0", "chat.step() adds one")
         if text is None and answer is None:
-            raise BadInput(f"edit({turn})", "gives another text for the turn, or another answer", "edit(0, 'text')")
+            raise BadInput(f"edit({turn})", "needs another text for the turn, or another answer", "edit(0, 'text')")
         before, new = path[:turn], path[turn]
         if text is not None:
             ids, ending = as_turn(self._tokenizer, text, stop=self._sampling.stop, room=self._room(before))
@@ -189,7 +189,7 @@ class Chat:
         if answer is None:
             return new
         if new.done or not new.answered:
-            raise BadInput(f"an answer to turn {turn}", "the conversation ended with it: nobody reads an answer")
+            raise BadInput(f"an answer to turn {turn}", "the conversation ended with this turn")
         ids = as_answer(self._tokenizer, answer, new)
         edited = replace(new, number=len(self.tree.turns), answer_ids=ids, answered_by="hand")
         return self._added(edited)
@@ -233,7 +233,7 @@ class Chat:
             try:
                 scored = self._lab.reward.compute_reward(batch, most_failed=1 - 1 / len(paths))
             except BadInput as problem:  # the reward function reads a column that the row lacks
-                warnings.warn(f"{problem} The environment's rewards stand alone.", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{problem} Only the environment's rewards are used.", RuntimeWarning, stacklevel=2)
                 return last
             given, failed = scored.fetch(["rewards"])["rewards"], {row // ranks for row in scored.failed()["row"]}
         totals = [float(row.sum()) for row in (given.rows() if isinstance(given, Ragged) else given)][::ranks]
@@ -303,7 +303,7 @@ class Chat:
         """Return the turns of the branch before a position in it (None: all). called: the call, for the message."""
         path = self.path
         if place is not None and place > len(path):
-            raise BadInput(called, f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
+            raise BadInput(called, f"the branch has {len(path)} turns: give 0 to {len(path)}")
         return path[:place]
 
     def advantage(self, turn: Any) -> float | None:
@@ -354,15 +354,15 @@ class Chat:
 
     def _put(self, paths: Sequence[Sequence[Turn]], *, before_edits: bool, trains: bool = True) -> Batch:
         if not all(paths):
-            raise BadInput("a branch without a turn", "a row has one turn at least", "chat.step()")
+            raise BadInput("a branch without a turn", "a row needs at least one turn", "call chat.step()")
         table = branch_table(
             self.tree, paths, [self._ended(path) or "max_turns" for path in paths], before_edits=before_edits
         )
         if trains and not ragged_in(table, "response_mask").values.any():
             raise BadInput(
                 "a batch without a token to train",
-                "turns that were written by hand, those before them, and those that all rows share are not trained",
-                "step on from there, or batch(before_edits=True)",
+                "turns written by hand, turns before them, and turns that all rows share are not trained",
+                "continue with chat.step(), or use batch(before_edits=True)",
             )
         texts = {name: column * len(paths) for name, column in self._row.items() if isinstance(column, list)}
         uids = {"prompt_uid": torch.as_tensor(self._row["prompt_uid"]).repeat(len(paths))}
@@ -406,9 +406,9 @@ class Chat:
             if path and not self._ended(path):
                 named = estimator if isinstance(estimator, str) else getattr(estimator, "__name__", "the estimator")
                 raise BadInput(
-                    f"train on the branch that ends with turn {path[-1].number}, which goes on",
-                    f"{named} takes its return as whole, and what would come after it as nothing",
-                    'chat.finish() first; or open the lab with a critic, for estimator="gae_turn"',
+                    f"train on the branch that ends with turn {path[-1].number}, which has not ended",
+                    f"{named} needs the whole return, and would count missing turns as 0",
+                    'call chat.finish() first, or open a workbench with a critic, for estimator="gae_turn"',
                 )
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class Endpoint:
             if ended or time.monotonic() > until:
                 raise self._error or StageError(
                     "lab.serve() ended at once" if ended else f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
-                    "the rank of the actor that serves has to be on this machine, and to see its temporary folder",
+                    "the serving rank of the actor must be on this machine, and see its temporary folder",
                     "open the workbench with the actor on this machine",
                 )
             time.sleep(POLL_S)
@@ -134,7 +134,7 @@ def serve(lab: Lab, *, sampling: Sampling | None = None) -> Endpoint:
             "lab.serve(sampling=) with an agent or environment", "clients ask for each turn themselves", "leave it out"
         )
     if "actor" not in lab.groups:
-        raise BadInput("lab.serve() without an actor", "its generation engine answers", "open one with an actor")
+        raise BadInput("lab.serve() without an actor", "its engine answers the clients", "open one with an actor")
     lab.runner.check_driver()
     lab.actor.operations["generate_sequences"].arguments((), dict(vars(sampling)))
     endpoint = Endpoint(lab, sampling)

@@ -124,14 +124,14 @@ def as_answer(tokenizer: PreTrainedTokenizerBase, answer: Any, turn: Turn) -> li
     if not isinstance(answer, list):
         raise BadInput(f"answer={shown(answer)}", "must be a text, or messages", "answer='= 42'")
     if not are_messages(answer):
-        rule = "messages have a role and a content, and no half characters"
+        rule = "messages need a role and a content, without lone surrogates"
         raise BadInput(f"answer={shown(answer)}", rule, "answer=[{'role': 'tool', 'content': '= 42'}]")
     return render_reply(tokenizer, escape(tokenizer, answer), after=turn.token_ids[-1])
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not is_text(text):
-        raise BadInput(f"the text {shown(text)}", "has half a character", "write whole characters")
+        raise BadInput(f"the text {shown(text)}", "has a lone surrogate, which is half a character", "remove it")
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
@@ -184,14 +184,14 @@ def row_table(lab: Lab, row: Any) -> Table:
     """Return the columns of one prompt. row: a batch of one row, or a prompt as `prompts=` takes it."""
     if isinstance(row, Batch):
         if row.rows != 1:
-            raise BadInput(f"conversation({row!r})", "begins with one row", "take one: batch.take([0])")
+            raise BadInput(f"conversation({row!r})", "a conversation begins with one row", "take one: batch.take([0])")
         row.need(["prompt_ids", "prompt_uid"], "conversation")
         return row.fetch(["prompt_ids", "prompt_uid", *row.text_names])
     row = {"prompt": row} if isinstance(row, str | list) and row else row
     if not isinstance(row, Mapping) or not row:
         raise BadInput(
             f"conversation({shown(row)})",
-            "begins with a prompt: a batch of one row, a text, messages, or a row of columns",
+            "a conversation begins with a prompt: a batch of one row, a text, messages, or a row of columns",
             "lab.conversation('What is 2 + 3?', environment=MyEnvironment)",
         )  # fmt: skip
     read = reading(lab.description.prompts, {"overlong": "error"})

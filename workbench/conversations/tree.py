@@ -93,9 +93,7 @@ class Tree:
         number = turn.number if isinstance(turn, Turn) else turn
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.turns):
             here = f"0 to {len(self.turns) - 1}" if self.turns else "none yet"
-            raise BadInput(
-                f"turn {shown(turn)}", f"the tree has turns {here}", "look at the chat: it shows their numbers"
-            )
+            raise BadInput(f"turn {shown(turn)}", f"the tree has turns {here}", "the chat shows their numbers")
         return number
 
     def tokens(self, path: Sequence[Turn]) -> list[int]:

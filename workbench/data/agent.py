@@ -31,7 +31,7 @@ from workbench.support.calls.pickling import name_of
 from workbench.support.calls.server import CallFailed
 from workbench.support.calls.sessions import Session, UserCalls
 
-RULE = "an agent returns its reward: a finite number, a dict of them by name, or None"
+RULE = "an agent must return its reward: a finite number, a dict of names to numbers, or None"
 
 
 @dataclass(frozen=True, kw_only=True)

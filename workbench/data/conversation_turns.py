@@ -120,19 +120,19 @@ class Resumed:
         state = {0: environment}
         first, _ = yield user_functions.reset(lambda: environment, state, 0, row)
         if self.began and digest(first) != self.began:
-            raise RuntimeError(f"reset gave {shown(first)} where it gave something else before: {RULE}")
+            raise RuntimeError(f"reset gave {shown(first)}, and something else before: {RULE}")
         for number, turn in enumerate(self.turns):
             answer = yield user_functions.step(self.make, state, 0, turn.text, turn.more)
             observation, reward, done = user_functions.checked_reply(answer)
             if not done and turn.observed and digest(observation) != turn.observed:
                 raise RuntimeError(
-                    f"told turn {number} again, the environment answered {shown(observation)} where it answered "
-                    f"something else before: {RULE}"
+                    f"when turn {number} was repeated, the environment answered {shown(observation)}, and something "
+                    f"else before: {RULE}"
                 )
             if done != turn.done or not math.isclose(reward, turn.reward, rel_tol=1e-6, abs_tol=1e-6):
                 raise RuntimeError(
-                    f"told turn {number} again, the environment gave reward {reward:g} and done={done}, where it gave "
-                    f"{turn.reward:g} and {turn.done} before: {RULE}"
+                    f"when turn {number} was repeated, the environment gave reward {reward:g} and done={done}, and "
+                    f"before {turn.reward:g} and {turn.done}: {RULE}"
                 )
 
 

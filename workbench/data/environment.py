@@ -61,10 +61,10 @@ if TYPE_CHECKING:
 
 Observation = str | list[dict[str, Any]] | None
 RULES = {
-    "reset": "it returns a text, messages or None",
-    "step": "step returns (observation, reward, done): a text, messages or None; a finite number; True or False",
+    "reset": "it must return a text, messages or None",
+    "step": "step must return (observation, reward, done): a text, messages or None; a finite number; True or False",
     "close": "",
-    "summary": "the function of Context.summary returns a text",
+    "summary": "the function of Context.summary must return a text",
 }
 LOOK_S = 0.002  # the time between polls of several processes, while nothing is decoded
 
@@ -303,7 +303,7 @@ class Environments:
             return Reply(observation_ids=token_ids)
         why = CallFailed(
             f"returned a text of {len(token_ids)} tokens",
-            f"the response has room for {room}, and the policy's turn comes after it",
+            f"the response has room for {room} tokens, and the policy's turn comes after it",
             "raise max_new_tokens or Generation.max_model_tokens",
         )
         raise self._error("reset", row, why)

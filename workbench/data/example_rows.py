@@ -83,7 +83,7 @@ def feedback(row: Row, where: str) -> Example:
         raise BadInput(
             f"{where}: {found}",
             "feedback is {'prompt': ..., 'response': ..., 'label': true or false}",
-            "add a column 'label': whether the answer is good; of a pair make two rows",
+            "add a column 'label': whether the answer is good; write a pair as two rows",
         )
     return replace(demonstration(row, where, rated=True), desirable=bool(row[label]))
 
@@ -102,7 +102,7 @@ def pair(row: Row, where: str) -> Example:
     if missing:
         raise BadInput(
             f"{where} has no {missing[0]!r}, but {', '.join(map(repr, row)) or 'no columns'}",
-            "a pair is {'prompt': ..., 'chosen': ..., 'rejected': ...}, or without the prompt where the answers begin "
+            "a pair is {'prompt': ..., 'chosen': ..., 'rejected': ...}, or has no prompt, if both answers begin "
             "with it",
             "rename its columns, or drop the row",
         )
@@ -118,8 +118,8 @@ def pair(row: Row, where: str) -> Example:
         start = _shared_text(chosen, rejected)
         if not chosen[:start].strip():
             raise BadInput(
-                f"{where}: chosen and rejected do not begin alike",
-                "without a 'prompt', what both begin with is the prompt",
+                f"{where}: chosen and rejected do not begin with the same text",
+                "without a 'prompt', the text that both begin with is the prompt",
                 "add a column 'prompt', or drop the row",
             )
         return Example(prompt=chosen[:start], answers=(chosen[start:], rejected[start:]), margin=margin)
@@ -130,7 +130,7 @@ def pair(row: Row, where: str) -> Example:
     if shared < 1 or any(len(t) != shared + 1 or t[-1]["role"] != "assistant" for t in turns):
         raise BadInput(
             f"{where}: chosen and rejected differ in more than the last message",
-            "without a 'prompt', both are the same messages up to the assistant's last one",
+            "without a 'prompt', both must have the same messages before the assistant's last one",
             "add a column 'prompt', or drop the row",
         )
     return _pair(turns[0][:shared], [_said(messages[-1:], where) for messages in turns], margin)
@@ -173,7 +173,7 @@ def _prompt(value: Any, where: str, column: str) -> Conversation:
     if not isinstance(value, str):
         return _messages(value, where, column)
     if not value.strip():
-        raise BadInput(f"{where}: {column!r} is empty", "a prompt holds text", "drop the row")
+        raise BadInput(f"{where}: {column!r} is empty", "a prompt needs text", "drop the row")
     return value
 
 
@@ -189,7 +189,7 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
         return value, ()
     messages = _messages(value, where, column)
     if not several and (len(messages) != 1 or messages[0]["role"] != "assistant"):
-        raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one, of the assistant")
+        raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one assistant message")
     return _said(messages, where)
 
 
@@ -200,7 +200,7 @@ def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
         wrong = next(role for role in (roles[-1], roles[0]) if role != "assistant")
         raise BadInput(
             f"{where}: its messages do not begin and end with an answer, but have role {wrong!r} there",
-            "the last message is of the role 'assistant', and so is the first of a response",
+            "the last message, and the first of a response, must have the role 'assistant'",
             "correct the role, or drop the row",
         )
     text = "\n\n".join(message["content"] for message in messages if message["role"] == "assistant")
@@ -211,5 +211,5 @@ def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
 def _messages(value: Any, where: str, column: str) -> list[Message]:
     messages = chat_messages(value)
     if messages is None:
-        raise BadInput(f"{where}: {column!r} is {shown(value)}", f"text, or {FORM}", "correct or drop the row")
+        raise BadInput(f"{where}: {column!r} is {shown(value)}", f"must be text, or {FORM}", "correct or drop the row")
     return messages

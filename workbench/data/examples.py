@@ -127,7 +127,7 @@ class Examples(EpochRows[Tokenized]):
             same = self.equal and not (self.dropped or held_out)
             raise BadInput(
                 f"{self.name}: of {len(rows)} rows none is left for training ({self.summary})",
-                "at least one must be",
+                "at least one row must be left",
                 "give pairs whose answers differ"
                 if same
                 else "give more rows, raise max_tokens, give overlong='cut', or hold out fewer",
@@ -269,7 +269,7 @@ class Examples(EpochRows[Tokenized]):
         without = sum(row.example.margin is None for row in rows)
         if 0 < without < len(rows):
             raise BadInput(
-                f"{self.name}: {without} of {len(rows)} rows have no margin", "all rows have one, or none", "fill them"
+                f"{self.name}: {without} of {len(rows)} rows have no margin", "all rows need one, or none", "add them"
             )
 
 
@@ -363,7 +363,7 @@ class ExampleStream:
             fewer = "" if kind == "feedback" and len(stream) == 1 else f", or {name}={len(stream)}"
             raise BadInput(
                 f"{name}={rows} of {stream!r}",
-                f"a batch has each row once, and it has {len(stream)} to train on",
+                f"a batch has each row at most once, and there are {len(stream)} rows",
                 f"give more data{fewer}",
             )
 

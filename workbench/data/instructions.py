@@ -55,7 +55,7 @@ def instructions(
     arguments = checked("kwargs", kwargs, Sequence[Mapping[str, Any] | None] | None)
     given = [dict(one or {}) for one in arguments] if arguments is not None else [{} for _ in names]
     if not names or len(given) != len(names):
-        rule = "each instruction has its arguments, and there is one at least"
+        rule = "give at least one instruction, and the arguments of each"
         raise BadInput(f"{len(names)} instructions with {len(given)} kwargs", rule, "see the columns of IFEval")
     followed = [_followed(name, response, values) for name, values in zip(names, given, strict=True)]
     return sum(followed) / len(followed)
@@ -69,13 +69,13 @@ def _followed(name: str, response: str, values: Mapping[str, Any]) -> bool:
     try:
         return bool(response.strip()) and bool(INSTRUCTIONS[name](response, **arguments))
     except (TypeError, ValueError, AttributeError) as error:
-        rule = f"its arguments are those of IFEval: {error}"
+        rule = f"its arguments must be those of IFEval: {error}"
         raise BadInput(f"{name} with {shown(arguments)}", rule, "correct the column kwargs") from None
 
 
 def _compared(count: float, relation: str, limit: float) -> bool:
     if relation not in ("at least", "less than"):
-        raise ValueError(f"relation {relation!r} is 'at least' or 'less than'")
+        raise ValueError(f"relation {relation!r} must be 'at least' or 'less than'")
     return count >= limit if relation == "at least" else count < limit
 
 

@@ -19,7 +19,7 @@ from workbench.support.calls.server import WrongValue
 from workbench.support.checked_calls import checked_call
 
 JUDGEMENT = "judgement"
-GREEDY = " (retries= do not help: a greedy judge writes the same each time; one with a temperature is asked again)"
+GREEDY = " (retries= do not help: a greedy judge writes the same text each time; give it a temperature)"
 Parse = Callable[[str], float]
 
 
@@ -55,7 +55,7 @@ def Judge(
     Raises `BadInput` for a rubric without {response}.
     """
     if not any(name in rubric for name in ("{response}", "{raw_response}")):
-        raise BadInput(f"rubric={short(rubric)!r}", "the judge reads the response", "put {response} where it is to be")
+        raise BadInput(f"rubric={short(rubric)!r}", "the judge reads the response", "put {response} into it")
     sampling = sampling or Sampling(temperature=0.0, max_new_tokens=256)
     if sampling.environment is not None or sampling.agent is not None:
         raise BadInput("sampling with an environment or an agent", "a judge answers once", "leave it out")
@@ -83,8 +83,8 @@ def stated_score(text: str) -> float:
     numbers = re.findall(NUMBER, text)
     if len(numbers) != 1:
         raise BadInput(
-            f"{short(text)!r} with {len(numbers)} numbers and no word on which is the score",
-            "a judgement says Score: 8, 8/10, or one number",
+            f"{short(text)!r} with {len(numbers)} numbers, none of them marked as the score",
+            "a judgement must say Score: 8, 8/10, or one number",
             "ask for that in the rubric, or give parse=",
         )
     return float(numbers[0])

@@ -103,7 +103,7 @@ def cases_of(value: Any) -> list[Case]:
     """Return the tests in a row's column. Raises `BadInput` if there are none, or their form is unknown."""
     found = _cases(value)
     if not found:
-        raise BadInput(f"tests={shown(value)}", "a program is run against one test or more", REMEDY_OF_TESTS)
+        raise BadInput(f"tests={shown(value)}", "a program needs at least one test", REMEDY_OF_TESTS)
     return found
 
 
@@ -120,7 +120,7 @@ def _cases(value: Any) -> list[Case]:
             return [test for one in value for test in (_asserts(one) if isinstance(one, str) else _of_mapping(one))]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         pass
-    raise BadInput(f"tests={shown(value)}", "they are of no form that is known", REMEDY_OF_TESTS)
+    raise BadInput(f"tests={shown(value)}", "tests must have one of the known forms", REMEDY_OF_TESTS)
 
 
 def _asserts(text: str) -> list[Case]:
@@ -181,7 +181,7 @@ def _scored(
     passed, notes, left_s = 0, [], total_s
     for number, test in enumerate(every, 1):
         if left_s <= 0:
-            notes.append(f"test {number} of {len(every)}: not run, those before took {total_s:g} s")
+            notes.append(f"test {number} of {len(every)}: not run, the tests before it took {total_s:g} s")
             break
         ran, note = _passes(partial(run, timeout_s=min(timeout_s, left_s), memory_bytes=memory_bytes), program, test)
         left_s -= ran.duration_s
@@ -199,7 +199,7 @@ def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
     mark = secrets.token_hex(16)  # without it, a program that exits early without an error would pass
     if test.asserts:
         ran = run(f"{program}\n\n{test.asserts}\n\nprint({mark!r})\n", stdin="")
-        return ran, _failure(ran) or ("" if ran.last.rstrip().endswith(mark) else "it ended before its tests did")
+        return ran, _failure(ran) or ("" if ran.last.rstrip().endswith(mark) else "it ended before its tests had ended")
     if test.function:
         call = CALL.format(name=test.function, given=json.dumps(test.given), mark=mark)
         ran = run(program + call, stdin="")
@@ -209,10 +209,10 @@ def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
         if printed and _is_expected(returned.strip(), test.expected):
             return ran, ""
         said = short(returned.strip()) if printed else f"nothing in its first {MOST_SHOWN_BYTES} characters"
-        return ran, f"returned {said} in place of {short(json.dumps(test.expected))}"
+        return ran, f"returned {said} instead of {short(json.dumps(test.expected))}"
     if len(test.expected.encode()) >= MOST_SHOWN_BYTES:
         raise BadInput(
-            f"a test that expects {len(test.expected)} characters", f"fewer than {MOST_SHOWN_BYTES} are compared"
+            f"a test that expects {len(test.expected)} characters", f"must expect fewer than {MOST_SHOWN_BYTES} bytes"
         )
     ran = run(program, stdin=test.given)
     if note := _failure(ran):
@@ -221,7 +221,7 @@ def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
         return ran, f"printed {MOST_SHOWN_BYTES} bytes or more"
     if _stripped(ran.stdout) == _stripped(test.expected):
         return ran, ""
-    return ran, f"printed {short(ran.stdout.strip())!r} in place of {short(test.expected.strip())!r}"
+    return ran, f"printed {short(ran.stdout.strip())!r} instead of {short(test.expected.strip())!r}"
 
 
 def _is_expected(returned: str, expected: Any) -> bool:

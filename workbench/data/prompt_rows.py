@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 FORM = (
-    "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
+    "messages: a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
     "may have 'tool_calls' in its place, each with the name of its function, and arguments by name or as their JSON"
 )
 
@@ -206,21 +206,21 @@ class PromptReader(ABC):
         """Return the row's prompt with its token ids, cut if `overlong` says so; None if the row is dropped."""
         if column not in row:
             raise BadInput(
-                f"{place} has no column {column!r}", "every row carries a prompt", "drop the row or complete it"
+                f"{place} has no column {column!r}", "every row needs a prompt", "drop the row or complete it"
             )
         conversation = self._whole(f"column {column!r} of {place}", row[column])
         extra = {key: value for key, value in row.items() if key != column}
         if taken := [key for key in _RESERVED if key in extra]:
             raise BadInput(
                 f"{place} has a column {taken[0]!r} beside its prompt column {column!r}",
-                "reward functions and environments receive something else by this name",
-                "rename or drop the column before",
+                "reward functions and environments receive another value by this name",
+                "rename or drop the column first",
             )
         if taken := [key for key in extra if key in SCHEMA]:
             raise BadInput(
                 f"{place} has a column {taken[0]!r}",
-                "stages make a column of that name, and would take the data set's for it",
-                f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
+                "stages write a column of that name, and would read the data set's instead",
+                f"rename or drop it first: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         tools = row_tools(extra)
         self.other_tools += not tools and bool(extra.get("tools"))
@@ -301,17 +301,17 @@ def _conversation(where: str, value: Any) -> Conversation:
     """Return a checked prompt: a text, or messages that include a user's message and do not end with an assistant's."""
     if isinstance(value, str):
         if not value.strip():
-            raise BadInput(f"{where} is empty", "a prompt holds text", "drop the row")
+            raise BadInput(f"{where} is empty", "a prompt needs text", "drop the row")
         return value
-    rule = f"a prompt is a text, or {FORM}"
+    rule = f"a prompt must be a text, or {FORM}"
     messages = chat_messages(value) if isinstance(value, list) else None
     if messages is None:
-        raise BadInput(f"{where} is {shown(value, 60)}", rule, "convert the column before")
+        raise BadInput(f"{where} is {shown(value, 60)}", rule, "convert the column first")
     if not any(m["role"] == "user" and m["content"].strip() for m in messages):
         raise BadInput(f"{where} has no user message with text", rule, "drop the row")
     if messages[-1]["role"] == "assistant":
         raise BadInput(
-            f"{where} ends with the assistant's message", "the response comes next", "drop that last message"
+            f"{where} ends with the assistant's message", "the response must come next", "drop that last message"
         )
     return messages
 

@@ -33,8 +33,8 @@ from workbench.support.validation import FINITE, Number, checked, whole
 
 Order = Callable[["pd.DataFrame"], Any]
 RULE = (
-    "it gives the ledger's rows to draw, in order (a frame or their index), True or False for each row, "
-    "or a weight for each row (a Series of finite numbers from 0 on)"
+    "it must return the ledger's rows to draw, in order (a frame or their index), or a Series with True or False, "
+    "or with a weight (finite, at least 0), for each row"
 )
 EXAMPLE = "lab.prompts.order = lambda ledger: ledger.sort_values('pass_rate', na_position='first')"
 
@@ -53,14 +53,14 @@ def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...
         if must_propagate(error):
             raise
         raise BadInput(
-            f"{called} raised {type(error).__name__}: {said(error)}", RULE, f"correct it, as in {EXAMPLE}"
+            f"{called} raised {type(error).__name__}: {said(error)}", RULE, f"correct it, for example: {EXAMPLE}"
         ) from error
     rows = _rows(called, found, ledger, n, seed)
     if not rows:
         raise BadInput(
-            f"{called} gave none of {len(ledger)} prompts",
-            "at least one row must be left; the rates of a prompt without responses are NaN, which no comparison holds",
-            "keep those too: ledger[ledger.pass_rate.isna() | ledger.pass_rate.between(0.2, 0.8)]",
+            f"{called} chose none of {len(ledger)} prompts",
+            "at least one row must be left; a prompt without responses has rates of NaN, which fail all comparisons",
+            "keep such prompts too: ledger[ledger.pass_rate.isna() | ledger.pass_rate.between(0.2, 0.8)]",
         )
     return [rows[i % len(rows)] for i in range(n)]
 
@@ -193,8 +193,8 @@ class PromptStream(NamedAttributes):
         if isinstance(prompt, Mapping):
             names = [name for name in PROMPT_COLUMNS if name in prompt]
             if not names:
-                rule = f"a row has one of the columns {', '.join(PROMPT_COLUMNS)}"
-                raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "give its text alone")
+                rule = f"a row needs one of the columns {', '.join(PROMPT_COLUMNS)}"
+                raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "or give a text")
             prompt = prompt[names[0]]
         return self.source.show(prompt, tools=tools)
 
@@ -263,8 +263,8 @@ class PromptStream(NamedAttributes):
             raise _no_prompts()
         if self.records is None or not isinstance(self.source, Prompts):
             raise BadInput(
-                called, "of streamed prompts nothing is kept: there may be more than memory holds",
-                "leave stream=True out of prompts=, where the rows fit into memory",
+                called, "streamed prompts have no ledger: they may be more than memory can hold",
+                "leave stream=True out of prompts=, if the rows fit into memory",
             )  # fmt: skip
         return self.source, self.records
 
@@ -325,7 +325,7 @@ class PromptStream(NamedAttributes):
             self._feed.before_iteration()
         if iteration is None:
             iteration = self._feed.next_iteration if begins else self._feed.iteration
-        left = "the prompts are drawn, or none are", "see lab.batches()"
+        left = "all prompts were drawn, or none", "see lab.batches()"
         with stoppable("drawing prompts", left), uninterrupted():
             if self._order.function is not None and isinstance(self.source, Prompts):
                 rows = self.source.take(self._chosen(self._order.function, n, iteration))
@@ -363,7 +363,7 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
         return {"source": settings}
     if settings and "source" not in settings and all(hasattr(rows, "column_names") for rows in settings.values()):
         remedy = f"write prompts=data[{next(iter(settings))!r}]"
-        raise BadInput(f"{called} of the splits {', '.join(settings)}", "prompts are read from one of them", remedy)
+        raise BadInput(f"{called} of the splits {', '.join(settings)}", "prompts are read from one split", remedy)
     parameters = [p for p in inspect.signature(Prompts).parameters.values() if p.name != "tokenizer"]
     stream = inspect.Parameter("stream", inspect.Parameter.KEYWORD_ONLY, default=False)
     check_names(called, [*parameters, stream], settings)
@@ -390,7 +390,7 @@ def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
         table["messages"] = [row.messages for row in rows]
     for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
         if name in table:
-            raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
+            raise BadInput(f"a data set with a column {name!r}", "a batch already has this name", "rename the column")
         table[name] = [row.extra.get(name) for row in rows]
     return table
 
@@ -409,7 +409,7 @@ def check_room(prompts: Prompts | StreamedPrompts, generation: Generation | None
         if generation and prompts.max_prompt_tokens >= generation.max_model_tokens:
             raise BadInput(
                 f"max_prompt_tokens={prompts.max_prompt_tokens} with stream=True",
-                "a stream may hold prompts of that length, and prompt and response together have at most "
+                "a stream may have prompts of that length, and prompt and response together have at most "
                 f"Generation.max_model_tokens={generation.max_model_tokens}",
                 "give a smaller max_prompt_tokens, or raise max_model_tokens",
             )

@@ -67,8 +67,8 @@ class EpochRows(Generic[R]):
         if differ:
             raise BadInput(
                 f"the saved {self._called} differ in {', '.join(differ)}",
-                "rows are resumed with the same seed, shuffle and token ids",
-                "build them with the source, tokenizer and settings of the saved ones, or start anew without loading",
+                "rows can be resumed only with the same seed, shuffle and token ids",
+                "use the source, tokenizer and settings of the saved ones, or start without loading",
             )
         whole("position", state.get("position"), 0)  # type: ignore[arg-type]
         self.position = state["position"]

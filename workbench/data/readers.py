@@ -86,8 +86,8 @@ BLOCK_BYTES = 4 * 2**20  # the size of a block of a .jsonl file
 READ_ROWS = 1024  # rows of a table that are converted to Python objects at once
 TOLD_BYTES = 65_536  # bytes at each end of a file that identify the file
 LONGEST_FIELD = 2**31 - 1  # characters in a field of a .csv file
-JSON_RULE = "each line is one JSON object in UTF-8"
-LIST_RULE = "the file is a JSON list of objects"
+JSON_RULE = "each line must be one JSON object in UTF-8"
+LIST_RULE = "the file must be a JSON list of objects"
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ def file_blocks(path: Path, *, whole: bool) -> Blocks:
     rows are named by line. Raises `BadInput` for an unknown format, `MissingDependency` without pyarrow."""
     if path.suffix not in READERS:
         raise BadInput(
-            f"{str(path)!r} is no file of rows",
-            f"files that are read end in {', '.join(READERS)}",
+            f"{str(path)!r} is not a file of rows",
+            f"its name must end in {', '.join(READERS)}",
             "write it in one of these formats, or give the rows as a list",
         )
     if not path.is_file():
-        raise BadInput(f"no file {str(path)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
+        raise BadInput(f"no file {str(path)!r}", f"relative paths start at {str(Path.cwd())!r}", "correct the path")
     return READERS[path.suffix](path, whole)
 
 
@@ -149,12 +149,12 @@ def _json_row(line: bytes, where: str) -> Row | BadInput:
 
 def _json(path: Path, whole: bool) -> Blocks:
     if not whole:
-        rule = "a .json file is read whole"
+        rule = "a .json file cannot be streamed"
         raise BadInput(f"stream=True with {str(path)!r}", rule, "write an object on each line of a .jsonl file")
     try:
         rows = json.loads(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
-        remedy = "correct it; a file with an object on each line ends in .jsonl"
+        remedy = "correct it; a file with an object on each line must end in .jsonl"
         raise BadInput(f"{path}: {error}", LIST_RULE, remedy) from error
     if not isinstance(rows, list):
         raise BadInput(f"{path} is of type {type(rows).__name__}", LIST_RULE, 'write [{"prompt": ...}, ...]')
@@ -170,9 +170,9 @@ def _csv(path: Path, whole: bool) -> Blocks:
                 try:
                     row = next(reader, None)
                 except (csv.Error, UnicodeDecodeError) as error:  # the beginning of the next row is unknown now
-                    remedy = "correct the line; a text with quotes or line breaks stands in quotes"
+                    remedy = "correct the line; put a text with quotes or line breaks in quotes"
                     raise BadInput(
-                        f"{path}, line {reader.line_num}: {error}", "it is a table in UTF-8", remedy
+                        f"{path}, line {reader.line_num}: {error}", "it must be a table in UTF-8", remedy
                     ) from error
                 if row is None:
                     return
@@ -272,7 +272,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
-        rule = f"a file that ends in {path.suffix} has that format"
+        rule = f"a file that ends in {path.suffix} must have that format"
         raise BadInput(f"{str(path)!r}: {first_line(error)}", rule, "write it again") from error
 
 

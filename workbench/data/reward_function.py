@@ -35,11 +35,11 @@ from workbench.support.validation import Number
 RewardFunction = Callable[..., Any]
 Weight = Annotated[Number, Field(ge=-MOST, le=MOST)]  # the weight of a reward component
 E = TypeVar("E", bound=StageError)
-NOT_ASKED = "was not asked"
+NOT_ASKED = "was not called"
 RULE = "it must return one finite number, or one a response token"
 RULE_OF_STEPS = "with steps= it must return one finite number a step, or with steps=True (last token, number) pairs"
 RULE_OF_MANY = "it must return a list with a finite number a row, or with a list of one a response token"
-ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
+ALIKE = "all rows of a batch must be scored alike: one number each, or one a response token each"
 
 
 def check_function(function: Any) -> None:
@@ -58,7 +58,7 @@ def check_function(function: Any) -> None:
     if lacks:
         raise BadInput(
             f"function={name_of(function)} takes {', '.join(parameters) or 'nothing'}",
-            f"it is called with prompt=, response= and the row's other columns by name, and takes no {lacks[0]!r}",
+            f"it is called with prompt=, response= and the row's other columns by name, but takes no {lacks[0]!r}",
             "write def fn(prompt, response, **row)",
         )
 
@@ -71,7 +71,7 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
             near = remedy_for(parameter.name, given, repr)
             raise BadInput(
                 f"reward function {name_of(function)} takes {parameter.name!r}",
-                f"it is called with what a row has, by name: {', '.join(given)}",
+                f"it is called with the values of a row, by name: {', '.join(given)}",
                 f"{near + ', ' if near else ''}give it a default, or add the column to the data",
             )
 
@@ -138,7 +138,7 @@ class FunctionCaller:
         except _TooManyFailures:
             for i in range(len(arguments)):
                 if i not in answers and i not in failures:
-                    failures[i] = error(i, CallFailed(NOT_ASKED, "so many rows failed before that the stage fails"))
+                    failures[i] = error(i, CallFailed(NOT_ASKED, "too many rows had failed, so the stage fails"))
         self.tick(len(arguments))
         return answers, failures
 

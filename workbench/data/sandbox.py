@@ -89,14 +89,14 @@ def run_python(
 def check_sandbox(remedy: str = REMEDY) -> None:
     """Raise `MissingDependency` if no sandbox works on this machine."""
     if problem := problem_here():
-        raise MissingDependency(f"no sandbox works here: {problem}", "programs of a model run in nothing else", remedy)
+        raise MissingDependency(f"no sandbox works here: {problem}", "programs of a model run only in one", remedy)
 
 
 @functools.cache
 def problem_here() -> str:
     """Return why no sandbox works on this machine; "" if one works."""
     if shutil.which("bwrap") is None:
-        return "there is no bwrap"
+        return "bwrap is not installed"
     try:
         ran = _run("", "", PROBE_TIMEOUT_S, 2**29, 32, False)
     except OSError as error:

@@ -177,7 +177,7 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
             rows.places.append(placed.place)
     if not rows:
         reason = f"; {rows.skipped[0]}" if rows.skipped else ""
-        raise BadInput(f"{name} holds no rows{reason}", "a source has at least one row", _FORMS)
+        raise BadInput(f"{name} holds no rows{reason}", "a source needs at least one row", _FORMS)
     if conventions and (found := convention_of(rows[0])) is not None:
         rows.read_as = found.name
         rows[:] = [found.of(row) for row in rows]
@@ -193,13 +193,13 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
         kinds = type(item).__name__
         kinds += "" if placed is first else f", {first.place} of type {type(first.row).__name__}"
         remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
-        raise BadInput(f"{place} is of type {kinds}", "a list holds texts only, or dicts only", remedy)
+        raise BadInput(f"{place} is of type {kinds}", "a list must hold only texts, or only dicts", remedy)
     row: Row = {"prompt": item} if isinstance(item, str) else _plain(item)
     broken = next((name for name, value in row.items() if not has_texts(value)), None)
     if broken is not None:
         raise BadInput(
-            f"{named(place, source)}: {broken!r} holds half of a surrogate pair: {shown(row[broken])}",
-            "a text is made of characters",
+            f"{named(place, source)}: {broken!r} has half a character: {shown(row[broken])}",
+            "texts are Unicode without lone surrogates",
             "decode the source with errors='replace', or drop the row",
         )
     return row
@@ -239,7 +239,7 @@ def blocks_of(source: Source) -> Blocks:
         f"stream=True with a source of type {type(source).__name__}",
         "a stream reads a .jsonl, .csv, .tsv, .parquet, .arrow or .feather file, a split of the datasets library, or "
         "calls a generator function",
-        "leave stream= out: what is in memory already needs none",
+        "leave stream= out: data in memory need no stream",
     )
 
 
@@ -276,7 +276,7 @@ def _items(source: Source) -> Iterable[Any]:
     raise BadInput(
         f"a source of type {type(source).__name__}",
         "rows are read from a list, a frame, a generator, or by name",
-        f"other tables give a list by list(table) or .to_dict('records'); or else {_FORMS}",
+        f"convert other tables by list(table) or .to_dict('records'); or {_FORMS}",
     )
 
 
@@ -356,7 +356,7 @@ def _datasets_library(repo: str) -> Any:
         raise MissingDependency(
             f"{repo!r} is read as a data set of the hub",
             "that needs the `datasets` library, which is not installed",
-            f"run `pip install -e '.[data]'` in the checkout, or `pip install datasets`; or else {_FORMS}",
+            f"run `pip install -e '.[data]'` in the checkout, or `pip install datasets`; or {_FORMS}",
         )
     return library
 
@@ -376,6 +376,6 @@ def _check_reachable(repo: str) -> None:
 def _unavailable(repo: str, error: Exception) -> ModelUnavailable:
     return ModelUnavailable(
         f"the data set {repo!r} could not be fetched from the hub ({type(error).__name__}: {first_line(error)})",
-        "a hub id names data that you may read; it needs the network, or HF_HUB_OFFLINE=1 where the cache has them",
+        "a hub id must name data that you may read; it needs the network, or HF_HUB_OFFLINE=1 if the cache has them",
         "correct the id, or give a local .jsonl file, a list, or a name under datasets/ such as 'arithmetic'",
     )

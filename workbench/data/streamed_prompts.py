@@ -109,8 +109,8 @@ class StreamedPrompts(PromptReader):
         if differ:
             raise BadInput(
                 f"the saved prompts differ in {', '.join(differ)}",
-                "a stream is resumed with the same source, seed, shuffle and columns",
-                "open it with the source and settings of the saved one, or start anew without loading",
+                "a stream can be resumed only with the same source, seed, shuffle and columns",
+                "open it with the source and settings of the saved one, or start without loading",
             )
         epoch, block, row = state["place"]
         self._place, self.position = (epoch, block, row), state["position"]
@@ -130,7 +130,7 @@ class StreamedPrompts(PromptReader):
             for placed in self._blocks.read(block):
                 with suppress(BadInput):  # drawing the row will report this error
                     return placed, row_of(placed, placed, self._name)
-        raise BadInput(f"{self._name} holds no rows", "a source has at least one row", "give another source")
+        raise BadInput(f"{self._name} holds no rows", "a source needs at least one row", "give another source")
 
     def _in_our_columns(self, row: Row) -> Row:
         return self._convention.of(row) if self._convention else row

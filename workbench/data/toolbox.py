@@ -41,7 +41,7 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 def _round(value: Any, places: int | None = None) -> Any:
     if places is not None and abs(places) > MOST_PLACES:
-        raise OverflowError("that are too many places")
+        raise OverflowError("there are too many places")
     return round(value, places)
 
 
@@ -65,7 +65,7 @@ def calculator(expression: str) -> int | float:
     try:
         tree = ast.parse(expression.replace("^", "**").strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise BadInput(f"{expression!r:.80}", "is no formula that can be read") from None
+        raise BadInput(f"{expression!r:.80}", "is not a formula that can be read") from None
     try:
         value = _value(tree.body, 0)
     except ZeroDivisionError:
@@ -125,10 +125,10 @@ def search(
     To try it: `tool.function("capital France")`. Raises `BadInput` for a corpus without texts.
     """
     if not name.isidentifier():
-        raise BadInput(f"name={name!r:.60}", "the name of a tool is one word", "write name='search_papers'")
+        raise BadInput(f"name={name!r:.60}", "the name of a tool must be one word", "write name='search_papers'")
     rows = list(_rows(corpus))
     if not rows:
-        raise BadInput("a corpus without texts", "a search needs something to find", "give texts, or a folder of them")
+        raise BadInput("a corpus without texts", "a search needs texts", "give texts, or a folder of them")
     path = _index(rows)
 
     def find(query: str) -> list[dict[str, str]]:
@@ -164,7 +164,7 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
         if isinstance(row, Mapping):
             text, title = row.get("text"), row.get("title", "")
         if not isinstance(text, str) or not isinstance(title, str):
-            raise BadInput(f"entry {n} of a corpus, {row!r:.60}", "is a text, or a row with a 'text'")
+            raise BadInput(f"entry {n} of a corpus, {row!r:.60}", "must be a text, or a row with a 'text'")
         yield title, text
 
 

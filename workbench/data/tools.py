@@ -84,7 +84,7 @@ class Tool:
                 raise BadInput(
                     f"a tool {schema['function']['name']!r} with {parameter}",
                     "a model gives arguments by name",
-                    "write each argument by its name",
+                    "write each argument with its name",
                 )
         hints = get_type_hints(function, include_extras=True)
         types = {parameter.name: hints[parameter.name] for parameter in parameters}

@@ -129,7 +129,7 @@ class Steps:
             if wrong := [end for end in ends if not 0 <= end < self.tokens]:
                 raise WrongValue(f"returned a step that ends at token {wrong[0]} of a response of {self.tokens} tokens")
             if any(one >= two for one, two in pairwise(ends)):
-                raise WrongValue(f"returned steps that end at tokens {ends!s:.60}, not one after the other")
+                raise WrongValue(f"returned steps that end at tokens {ends!s:.60}, not in increasing order")
         elif len(value) != len(ends):
             raise WrongValue(f"returned {len(value)} numbers for a response of {len(ends)} steps")
         found = StepScores([0.0] * self.tokens)
@@ -163,9 +163,9 @@ def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int | St
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise WrongValue(f"returned {shown(value)} in place of {len(rows)} scores")
+        raise WrongValue(f"returned {shown(value)} instead of {len(rows)} scores")
     if len(value) != len(rows):
-        raise WrongValue(f"returned {len(value)} in place of {len(rows)} scores")
+        raise WrongValue(f"returned {len(value)} instead of {len(rows)} scores")
     return [checked_score(one, row, n) for one, row, n in zip(value, rows, tokens, strict=True)]
 
 
@@ -234,10 +234,10 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
         observation, reward, over = reply
         number = finite_number(reward)
     except (TypeError, ValueError):
-        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, over)") from None
+        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, done)") from None
     fits = observation is None or is_text(observation) or are_messages(observation)
     if not fits or not is_flag(over):
-        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, over)")
+        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, done)")
     return observation, number, bool(over)
 
 

@@ -112,8 +112,8 @@ def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, An
         if not isinstance(column, Sequence) or len(column) != len(response):
             raise BadInput(
                 f"{name}={shown(column)} beside {len(response)} responses",
-                "each argument is a list with a value a response",
-                "give the function to compute_reward, which calls it so",
+                "each argument must be a list with one value a response",
+                "give the function to compute_reward, which calls it this way",
             )
     return given
 
@@ -126,7 +126,7 @@ def _passed(right: Verifier | None, columns: dict[str, Any]) -> list[bool]:
     if over_of(right) is not None or inspect.iscoroutinefunction(right):
         raise BadInput(
             f"right={shown(right)}",
-            "must be a function of one response that is called here",
+            "must be a function of one response, not batched and not async",
             "write right=wb.verifiers.arithmetic",
         )
     scores = [right(**accepted(right, one)) for one in rows]
@@ -180,7 +180,7 @@ def gsm8k(prompt: str, response: str, answer: str, last_turn: str | None = None,
     if not mark:
         raise BadInput(
             f"answer={shown(answer)}",
-            "a GSM8K answer carries its final number behind ####",
+            "a GSM8K answer must have its final number after ####",
             "for a column of plain numbers use the reward function `arithmetic`",
         )
     return float(_last(_answered(response, last_turn)) == _only(final, repr(final)))
@@ -190,7 +190,7 @@ def _check_math_verify() -> None:
     try:
         import math_verify
     except ImportError as error:
-        raise MissingDependency.of("math-verify", "the verifier `math` compares with it", "math") from error
+        raise MissingDependency.of("math-verify", "the verifier `math` needs it", "math") from error
     # prevents its warning that its own time limit is off; that limit works only in a main thread
     math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 
@@ -213,7 +213,7 @@ def math(prompt: str, response: str, answer: str | int | float, last_turn: str |
     given, right = _formulas(_last_box(_answered(response, last_turn))[-MOST_CHARACTERS:]), _right(answer)
     if not right:
         raise BadInput(
-            f"the answer {short(shown(answer), 60)} is no formula",
+            f"the answer {short(shown(answer), 60)} is not a formula",
             "a response is compared with a formula",
             "correct the answer column, or write a reward function of your own",
         )

@@ -171,7 +171,7 @@ class StageFailure:
         return [line for failure in self.failures for line in failure.lines(cells, alone=alone)]
 
 
-HINT = "lab.last_error().batch is what the stage was given; lab.debug() runs it again in this kernel, where pdb works"
+HINT = "lab.last_error().batch is the input of the stage; lab.debug() runs the stage in this kernel, where pdb works"
 
 
 def block(error: WorkbenchError) -> str:

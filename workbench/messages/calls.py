@@ -167,14 +167,14 @@ def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) 
                     f"{where} returned {'column' if here else 'no column'} {name!r} on rank {reply.rank}",
                     f"it is registered with writes={tuple(writes)!r}" if name in writes
                     else f"rank {first.rank} did{' not' if here else ''}",
-                    "every rank returns Output(columns={...}) with the same names",
+                    "every rank must return Output(columns={...}) with the same names",
                 )  # fmt: skip
         for name, column in reply.columns.items():
             if (column.dtype, column.row_shape) != (first.columns[name].dtype, first.columns[name].row_shape):
                 raise StageError(
                     f"{where} returned column {name!r} as {column} on rank {reply.rank}, "
                     f"as {first.columns[name]} on rank {first.rank}",
-                    "a column has one dtype and one shape of a row",
+                    "a column must have the same dtype and row shape on all ranks",
                 )
     return {
         name: replace(column, nbytes=sum(reply.columns[name].nbytes for reply in replies))

@@ -104,7 +104,7 @@ def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
     """Return an operation's metrics, plain numbers as a `Mean` over ranks. Raises `StageError` for other values."""
     if not isinstance(given, Mapping):
-        raise StageError(f"its metrics are a {type(given).__name__}", "metrics are a dict", 'metrics={"name": 1.0}')
+        raise StageError(f"its metrics are a {type(given).__name__}", "metrics must be a dict", 'metrics={"name": 1.0}')
     metrics: Metrics = {}
     for name, value in given.items():
         if isinstance(value, numbers.Real):

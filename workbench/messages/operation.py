@@ -139,8 +139,8 @@ def register(
         if "timeout_s" in signature.parameters:
             raise BadInput(
                 f"{method.__qualname__} takes timeout_s",
-                "every operation has it: it is how long the whole stage may take, and the worker does not see it",
-                "name the argument otherwise, such as call_timeout_s",
+                "every operation already has it: it limits the time of the whole stage, and the worker does not see it",
+                "give the argument another name, such as call_timeout_s",
             )
         method.__operation__ = Operation(  # type: ignore[attr-defined]
             name=method.__name__,

@@ -43,21 +43,21 @@ class TransferProtocol:
         except Exception as error:  # a user's function
             raise BadInput(
                 f"{operation}: {self.name}.distribute ({type(error).__name__}: {error})",
-                "it gives a list for each rank, of one array of row numbers a minibatch",
+                "it must return a list for each rank, with one array of row numbers for each minibatch",
                 "correct it",
             ) from error
         if len(dealt) != layout.size:
             raise BadInput(
                 f"{operation}: {self.name}.distribute gave {len(dealt)} parts",
                 f"layout {layout} has {layout.size} ranks",
-                "give one part a rank",
+                "return one part for each rank",
             )
         for rank, chunks in enumerate(dealt):
             if len(chunks) != len(minibatches):
                 raise BadInput(
                     f"{operation}: {self.name}.distribute gave rank {rank} {len(chunks)} arrays of rows",
                     f"there are {len(minibatches)} minibatches",
-                    "give one array a minibatch",
+                    "return one array for each minibatch",
                 )
             for chunk in chunks:
                 if len(wrong := chunk[(chunk < 0) | (chunk >= rows)]):
@@ -79,7 +79,7 @@ class TransferProtocol:
             if not (np.bincount(held, minlength=rows) == 1).all():
                 raise BadInput(
                     f"{operation}: {self.name} collects {len(held)} rows of {rows} from ranks {ranks}",
-                    "together the collected ranks hold every row of the batch exactly once",
+                    "together the collected ranks must hold every row of the batch exactly once",
                     "change its distribute or its collect, or give joins=False",
                 )
         return ranks
@@ -173,7 +173,9 @@ def protocol(
     if not name.isidentifier():
         raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
     if name in PAPERS:
-        raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(PAPERS)}", "choose another name")
+        raise BadInput(
+            f"protocol name {name!r}", f"the paper has these names: {', '.join(PAPERS)}", "choose another name"
+        )
     PROTOCOLS[name] = TransferProtocol(name=name, distribute=distribute, collect=collect, joins=joins)
     return PROTOCOLS[name]
 

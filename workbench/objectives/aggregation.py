@@ -44,7 +44,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
     if how != "fixed-length":
         return sequences
     if max_response_tokens is None:
-        raise BadInput("max_response_tokens=None", "fixed-length divides by the longest response that was allowed")
+        raise BadInput("max_response_tokens=None", "'fixed-length' divides by the most tokens that a response may have")
     check_range("max_response_tokens", max_response_tokens, 1)
     return sequences * max_response_tokens
 

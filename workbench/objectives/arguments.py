@@ -69,7 +69,7 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
         remedy = f"give {low:g} or more" if high == math.inf else f"give a number from {low:g} to {high:g}"
         raise BadInput(f"{name}={shown(value)}", f"must lie in [{low}, {high}]", remedy)
     if LARGEST < value < math.inf:
-        raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest of 32 bits, or infinite")
+        raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest float32, or infinite")
 
 
 def upcast(x: Tensor) -> Tensor:

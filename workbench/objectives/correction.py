@@ -66,13 +66,13 @@ class Correction:
         if self.bound != "second_moment" and self.second_moment is not None:
             raise BadInput(
                 f"Correction.second_moment={self.second_moment!r} with bound={self.bound!r}",
-                "it is the bound of 'second_moment'",
+                "only bound='second_moment' uses it",
                 "leave it out, or use bound='second_moment'",
             )
         if self.bound == "second_moment" and (self.level, self.low, self.high) != ("token", None, 2.0):
             raise BadInput(
                 f"Correction(bound='second_moment', level={self.level!r}, low={self.low!r}, high={self.high!r})",
-                "tokens are left out for their (log w)^2, and the weights of the others have no bounds",
+                "this bound leaves tokens out by their (log w)^2, and does not limit the other weights",
                 "leave level, low and high out",
             )
         if self.bound == "truncate" and self.low is not None:

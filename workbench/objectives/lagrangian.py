@@ -48,7 +48,7 @@ def dual_step(
     low, high = bounds
     check_range("bounds[1]", high, low, MAX_MULTIPLIER)
     if not low > 0:
-        raise BadInput(f"bounds={bounds!r}", "the logarithm is stepped, so the lower bound must be more than 0")
+        raise BadInput(f"bounds={bounds!r}", "each step changes a logarithm, so the lower bound must be above 0")
     check_range("multiplier", multiplier, low, high)
     if not math.isfinite(mean_cost):
         raise BadInput(f"mean_cost={mean_cost!r}", "must be a finite number")

@@ -63,7 +63,7 @@ def policy_loss(
     if kind == "ppo":
         return ppo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high, dual_clip)
     if dual_clip is not None:
-        raise BadInput(f"dual_clip={dual_clip} with loss={kind!r}", "a dual clip is one of PPO's", "leave it out")
+        raise BadInput(f"dual_clip={dual_clip} with loss={kind!r}", "only loss='ppo' has a dual clip", "leave it out")
     if kind == "gspo":
         return gspo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, mask_BT, clip_low, clip_high)
     if kind == "cispo":

@@ -79,8 +79,8 @@ def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[
     turn_BT = ends_BT.cumsum(-1) - ends_BT.long()
     if bool((inside_BT & (turn_BT >= ends_BT.sum(-1, keepdim=True))).any()):
         raise BadInput(
-            "mask_BT has tokens behind the last end of ends_BT",
-            "each token that the policy chose is in a turn, which has an end",
+            "mask_BT has tokens after the last end in ends_BT",
+            "each token that the policy chose must be in a turn, and each turn must have an end",
         )
     rewards_BT = torch.where(inside_BT, upcast(token_rewards_BT), 0.0)
     sums_BK = torch.zeros_like(rewards_BT).scatter_add(1, turn_BT, rewards_BT)

@@ -20,7 +20,7 @@ def _check_summary(function: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError as error:
         raise BadInput(
             f"Context.summary={shown(function)}: {error}",
-            "it is called with one text: what the policy has read",
+            "it must take one text: what the policy has read",
             "def summary(context): return context[-200:]",
         ) from None
     except ValueError:  # the function has no signature
@@ -63,7 +63,7 @@ class Context:
         if self.turn_tokens >= self.max_tokens:
             raise BadInput(
                 f"Context(max_tokens={self.max_tokens}, turn_tokens={self.turn_tokens})",
-                "a context has room for the prompt, and for a turn behind it",
+                "a context must have room for the prompt and a turn after it",
                 "raise max_tokens, or lower turn_tokens",
             )
 

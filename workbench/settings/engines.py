@@ -109,7 +109,7 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
     except TypeError as error:
         raise BadInput(
             f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
-            "it is called with the text of a turn, or gets message=, raw_response=, response_ids= as it names them",
+            "it is called with the text of a turn, or with those of message=, raw_response=, response_ids= that it has",
             "def step(self, response): return observation, 0.0, True",
         ) from None
     except ValueError:  # `step` has no signature
@@ -139,7 +139,7 @@ def _check_agent(agent: Callable[..., Any]) -> Callable[..., Any]:
     if "client" in named and importlib.util.find_spec("openai") is None:
         raise MissingDependency(
             f"agent={getattr(agent, '__name__', agent)!s:.40}{signature} without openai",
-            "client is an openai.OpenAI, or openai.AsyncOpenAI", "pip install openai, or ask for base_url and api_key",
+            "client is an openai.OpenAI, or openai.AsyncOpenAI", "pip install openai, or take base_url and api_key",
         )  # fmt: skip
     return agent
 
@@ -158,12 +158,12 @@ Temperature = Annotated[
 Penalty = Annotated[Number, Field(ge=-2, le=2), Rule("must be a number in [-2, 2]")]
 Bias = Annotated[
     Mapping[Whole, Annotated[Number, Field(lt=math.inf)]],
-    Rule("must be numbers by token id, or None; -inf bans a token", "write logit_bias={5: -1.0}"),
+    Rule("must map token ids to numbers, or be None; -inf bans a token", "write logit_bias={5: -1.0}"),
 ]
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     SEQUENCE,
-    Rule("must be a sequence of non-empty strings", "a single one stands in a tuple too: stop=('END',)"),
+    Rule("must be a sequence of non-empty strings", "write a single one as a tuple too: stop=('END',)"),
 ]
 StopTokens = Annotated[
     tuple[Whole, ...], SEQUENCE, Rule("must be a sequence of token ids", "write stop_token_ids=(2,)")
@@ -264,21 +264,21 @@ class Sampling:
         if self.context is not None and self.environment is None:
             raise BadInput(
                 "context= without environment=",
-                "it bounds what is read of a conversation with an environment; an agent chooses its contexts itself",
+                "it limits the context in a conversation with an environment; an agent chooses its own contexts",
                 "give environment=MyEnvironment too",
             )
         given = [name for name in ("max_calls", "max_seconds") if getattr(self, name) is not None]
         if self.agent is not None and given:
             raise BadInput(
                 f"{' and '.join(given)} with agent=",
-                "an agent makes its calls itself, and these limits are those of an environment",
-                "let the function count them, or give call_timeout_s",
+                "these limits are those of an environment; an agent makes its own calls",
+                "apply the limits in the agent, or give call_timeout_s",
             )
         tool_s = getattr(self.environment, "timeout_s", None)  # of `wb.Tools`
         if isinstance(tool_s, int | float) and tool_s >= self.call_timeout_s:
             raise BadInput(
                 f"call_timeout_s={self.call_timeout_s:g} with tools whose timeout_s is {tool_s:g}",
-                "a turn waits for its tools, and past call_timeout_s its row fails, where the model could be told",
+                "a turn waits for its tools, and call_timeout_s would end its row before a tool times out",
                 f"write call_timeout_s={2 * tool_s:g}",
             )
 
@@ -326,8 +326,8 @@ def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
         mask = ", or with keep_mask=True before compute_log_prob" if truncated.keys() & MASKED.keys() else ""
         raise BadInput(
             f"{what} on rollouts that were sampled with {given}",
-            "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
-            "probability of the tokens that were left, not a difference between engine and trainer",
+            "rollout_log_prob is over the tokens that were kept, old_log_prob over all tokens: their ratio is the "
+            "probability of the kept tokens, not a difference between engine and trainer",
             f"sample with {', '.join(off)}{mask}, or leave it out",
         )
 
@@ -338,7 +338,7 @@ def check_mask(sampling: Mapping[str, Any], generation: Generation | None) -> No
         given = ", ".join(f"{name}={sampling[name]}" for name in truncation(sampling) if name in MASKED)
         raise BadInput(
             f"keep_mask=True with {given} and no top_k, on engine='vllm'",
-            "vLLM names the tokens that were left where a top_k bounds their number",
+            "vLLM reports the kept tokens only if a top_k limits their number",
             "add a top_k that is seldom reached, such as top_k=256, or use Generation(engine='transformers')",
         )
 
@@ -352,7 +352,7 @@ def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> No
     if generation is not None and context is not None and context.max_tokens > generation.max_model_tokens:
         raise BadInput(
             f"Context(max_tokens={context.max_tokens})",
-            f"the model reads Generation.max_model_tokens={generation.max_model_tokens}",
+            f"the model reads at most Generation.max_model_tokens={generation.max_model_tokens}",
             "lower it, or open the workbench with a larger Generation.max_model_tokens",
         )
     if generation is not None and context is None and new >= generation.max_model_tokens:

@@ -51,7 +51,7 @@ class Layout:
             if size is not None and (size < 1 or limit % size):
                 raise BadInput(
                     f"Layout.{own}={size}",
-                    f"must divide {axis}={limit}: a generation replica is cut out of a training replica",
+                    f"must divide {axis}={limit}: a generation replica is part of a training replica",
                     f"use one of {', '.join(str(n) for n in range(1, min(limit, 128) + 1) if limit % n == 0)}",
                 )
 

@@ -20,7 +20,7 @@ def check_role(role: str, *, more: tuple[str, ...] = ()) -> str:
     if role == ENVIRONMENT and role not in roles:
         raise BadInput(
             f"role {role!r}",
-            "it has processes and no model: only pools of placements have it",
+            "it has processes but no model: only a placement can have it",
             "lab.move(lab.placement.with_role('environment', 'environments', devices=4)), or .without('environment')",
         )
     if role not in roles:

@@ -50,7 +50,7 @@ RATES = (
 LIVE = (*RATES, "minibatches")
 """Fields of `Training` that can be assigned while a workbench lives. `RATES`: fields that only the optimizer reads."""
 WHOLE_TENSORS = {  # optimizer -> why it needs whole tensors on each rank
-    "muon": "Muon makes the step of a whole matrix orthogonal",
+    "muon": "Muon orthogonalizes the step of a whole matrix",
     "adamw_8bit": "8-bit moments belong to whole tensors",
 }
 CHECKED_STEPS = 100  # steps of a schedule that are checked if `total_steps` is None
@@ -63,7 +63,7 @@ class Factors(dict[str, float]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BadInput(
             f"a change inside rates={dict(self)}",
-            "factors are assigned whole, so that they are checked and recorded",
+            "all factors must be assigned together, so that they are checked and recorded",
             f"write lab.actor.training.rates = {dict(self)}, with other factors",
         )
 
@@ -80,8 +80,8 @@ def _are_patterns(rates: Mapping[str, float]) -> Mapping[str, float]:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise BadInput(
-                f"Training.rates with the pattern {pattern[:60]!r}", f"no regular expression: {error}",
-                f"write {re.escape(pattern[:60])!r} for the text itself",
+                f"Training.rates with the pattern {pattern[:60]!r}", f"is not a regular expression: {error}",
+                f"write {re.escape(pattern[:60])!r} to match the text itself",
             ) from None  # fmt: skip
     return Factors(rates)
 
@@ -89,7 +89,7 @@ def _are_patterns(rates: Mapping[str, float]) -> Mapping[str, float]:
 Rates = Annotated[
     Mapping[Annotated[str, Field(min_length=1)], NonNegativeFloat],
     AfterValidator(_are_patterns),
-    Rule("must be factors of the rate, 0 or more, by patterns of names", 'write rates={"embed": 0.1}'),
+    Rule("must map patterns of weight names to factors of the rate, 0 or more", 'write rates={"embed": 0.1}'),
 ]
 
 
@@ -160,7 +160,7 @@ class Training:
         if self.optimizer in WHOLE_TENSORS and self.engine != "torch":
             raise BadInput(
                 f"Training(optimizer={self.optimizer!r}, engine={self.engine!r})",
-                f"{WHOLE_TENSORS[self.optimizer]}, and ZeRO gives the optimizer stretches of many",
+                f"{WHOLE_TENSORS[self.optimizer]}, and ZeRO gives the optimizer pieces of many",
                 "use engine='torch', or optimizer='adamw'",
             )
         if callable(self.schedule):
@@ -174,7 +174,7 @@ class Training:
         if self.total_steps is not None and self.warmup_steps > self.total_steps:
             raise BadInput(
                 f"Training.warmup_steps={self.warmup_steps} with total_steps={self.total_steps}",
-                "the warm-up is a part of all steps",
+                "the warm-up is a part of total_steps",
                 f"use at most {self.total_steps}",
             )
 
@@ -194,8 +194,8 @@ class Training:
             return ""
         usual = Training().of_role(role).learning_rate
         return (
-            f"lab.{role}.training.learning_rate is {self.peak_learning_rate:g}: a step moves a weight by about as much,"
-            f" and weights of language models are near 0.02, so that the model forgets what it knows. Write {usual:g}, "
+            f"lab.{role}.training.learning_rate is {self.peak_learning_rate:g}: a step changes a weight by about this,"
+            f" and weights of language models are near 0.02, so the model would forget what it knows. Write {usual:g}, "
             "the default, or for an adapter or a tiny model 1e-4 to 1e-3"
         )
 
@@ -234,7 +234,7 @@ def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
     """Return the factor of the rate that a function gives for the next optimizer step, after `steps` steps. `BadInput`
     if it raises, or returns anything but a finite number of 0 or more."""
     called = f"Training.schedule: {getattr(schedule, '__name__', 'the function')}({steps})"
-    rule = "a schedule gives a factor of the learning rate for a number of optimizer steps: finite, 0 or more"
+    rule = "a schedule must return a factor of the learning rate for a number of optimizer steps: finite, 0 or more"
     try:
         factor = schedule(steps)
     except BaseException as error:
@@ -267,6 +267,6 @@ def check_schedule(schedule: Callable[[int], Any], warmup_steps: int, total_step
         if (again := factor_of(schedule, step)) != factor:
             raise BadInput(
                 f"Training.schedule: {name}({step}) = {factor}, and {again} when it is called again",
-                "every rank asks it, and a resumed run asks it again: it must give the same factor for the same step",
-                "compute the factor from the step alone",
+                "every rank calls it, and so does a resumed run: it must return the same factor for the same step",
+                "compute the factor only from the step",
             )

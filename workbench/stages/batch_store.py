@@ -67,7 +67,7 @@ class BatchStore:
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
-                f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
+                f"put() of columns with rows {{{sizes}}}", "all columns must have equally many rows, at least one"
             )
         self._groups.check_alive(self._groups.lead)
         self._counters.batch += 1
@@ -86,7 +86,7 @@ class BatchStore:
         self.store.add(batch, origin, columns.values(), by_loop=self.by_loop)
         return batch
 
-    @stoppable("lab.load()", ("no batch has come of it", "the same call again loads it"))
+    @stoppable("lab.load()", ("no batch was loaded", "run the same call again"))
     def load(self, path: str | Path) -> Batch:
         """Load a batch that `Batch.save` wrote, in this workbench or another: the same rows, columns and meta.
 

@@ -141,7 +141,7 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu"
     rank = (failed.ranks or (0,))[0] if rank is None else rank
     if rank not in range(len(failed.calls)):
         raise BadInput(f"rank={rank}", f"{failed.role}.{failed.stage} ran on ranks 0 to {len(failed.calls) - 1}")
-    runner.require_alone("debug()", "it needs the role as it is, and not at work")
+    runner.require_alone("debug()", "no stage may run on the role meanwhile")
     call = failed.calls[rank]
     pulls = tuple(
         (names, tuple(pull._replace(shard=pull.shard.now(runner.hosts.shard_successors)) for pull in parts))
@@ -149,7 +149,7 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu"
     )
     call = replace(call, kept=None, pulls=pulls)
     rows = "" if call.rows is None else f", {len(call.rows)} rows of {failed.batch.id if failed.batch else ''}"
-    print(f"{failed.role}.{failed.stage} as rank {rank} of run {failed.run} was asked{rows}, here:")
+    print(f"running {failed.role}.{failed.stage} here, as rank {rank} of run {failed.run}{rows}:")
     inline = isinstance(runner.hosts.backend, InlineBackend)
     with _live_host(runner, call) if inline else _own_host(runner, failed, call, device) as host, in_place():
         output = host.replay(replace(call, role=ROLE_OF.get(call.role, call.role)) if not inline else call)
@@ -193,7 +193,7 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
     role, spec = _role(runner.hosts.description, failed, call)
     worker_class = spec.worker if spec.worker and role != "numeric" else ROLE_WORKERS[role]
     if not hasattr(worker_class, call.method):
-        raise BadInput(f"debug() of {failed.role}.{failed.stage}", "it is between processes, and there is one here")
+        raise BadInput(f"debug() of {failed.role}.{failed.stage}", "it runs between processes; debug() has only one")
     kind = device or ("cuda" if runner.hosts.description.device == "cuda" and torch.cuda.is_available() else "cpu")
     live = runner.hosts.infos[0]
     info = HostInfo(

@@ -113,7 +113,7 @@ class GroupOperation:
             whole("samples", samples, 1)
         arguments = checked_arguments(self.operation, self.group.role, args, own)
         if samples > 1 and arguments.get("resume"):
-            raise BadInput(f"samples={samples} with resume=True", "its rows are responses already", "leave samples out")
+            raise BadInput(f"samples={samples} with resume=True", "its rows have responses", "leave samples out")
         if arguments.get("function", self) is None:  # the role's own function scores
             arguments["function"] = self.group.spec.function
         if self.operation.check_model is not None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from workbench.stages.run import Run
     from workbench.stages.stage import StageRun
 
-AS_BEFORE = "things are as before the stage"
-AGAIN = "the same call again goes on; a batch that it takes must be the same"
+AS_BEFORE = "the state is as before the stage"
+AGAIN = "run the same call again to continue; if it takes a batch, give the same one"
 
 
 def unchanged(name: str) -> StageInterrupted:
@@ -39,8 +39,8 @@ def stopped_at(name: str, part: UpdatePart) -> StageInterrupted:
         return unchanged(name)
     return StageInterrupted(
         f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
-        "the weights are as after that step",
-        f"the same call again goes on with step {part.steps + 1}, on the same batch",
+        "the weights are those after that step",
+        f"run the same call again, on the same batch, to continue with step {part.steps + 1}",
     )
 
 
@@ -54,10 +54,10 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
     """Add to the error of an update how many of its steps were taken."""
     if part.steps:
         left = f"it has taken optimizer step {part.steps} of {part.of}"
-        again = "the same call again takes none of them twice"
+        again = "run the same call again: it repeats no step"
         if part.steps < part.of:
-            again = f"the same call again goes on with step {part.steps + 1}"
-            again += "; with another loss, batch or setting it takes all"
+            again = f"run the same call again to continue with step {part.steps + 1}"
+            again += "; with another loss, batch or setting it begins at step 1"
         error.rule = "; ".join(filter(None, (error.rule, left)))
         error.remedy = "; ".join(filter(None, (error.remedy, again)))
 
@@ -65,9 +65,9 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
 def broken_off(name: str, *, updates: bool) -> StageInterrupted:
     """Return the error for an inline run whose computation in this thread a second interrupt ended."""
     if updates:
-        rule = "it was left in the middle: what it updates may be half updated"
-        return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
-    return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped", AGAIN)
+        rule = "it stopped in the middle, and may have updated its role only in part"
+        return StageInterrupted(f"{name} was interrupted twice", rule, "go back to a checkpoint with lab.recover()")
+    return StageInterrupted(f"{name} was interrupted twice", "it stopped in the middle; its result is dropped", AGAIN)
 
 
 def error_of(run: Run) -> Exception:
@@ -79,7 +79,7 @@ def error_of(run: Run) -> Exception:
         run.runner.interrupted.not_received(run)
         if not run.updates:
             return unchanged(run.name)
-        again = "the same call again, on the same batch, takes no step, and gives its metrics"
+        again = "run the same call again, on the same batch: it takes no step, and returns the metrics"
         return StageInterrupted(
             f"{run.name} was interrupted after its last optimizer step", "the update is done", again
         )
@@ -161,7 +161,7 @@ class Interrupted:
         assert run.input is not None
         run.read_columns, _ = run.input.finished_columns(run.operation.sent_columns(run.reads, run.input))
         if update := self._take(run, ended=True):
-            note(f"{run.name}: was done when it was interrupted; these are its metrics")
+            note(f"{run.name}: it had ended when it was interrupted; these are its metrics")
             run.metrics = run.update_result = update.result
             reported = run.runner.telemetry.reported(run.reported_as, update.number)
             run.answer(update.result, reported=reported)
@@ -174,7 +174,7 @@ class Interrupted:
         if update is None:
             return calls
         part = update.parts[0]
-        where = f"goes on at optimizer step {part.steps + 1} of" if part.steps < part.of else "has taken all of"
+        where = f"continues at optimizer step {part.steps + 1} of" if part.steps < part.of else "has already taken all"
         note(f"{run.name}: {where} {part.of}")
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 

@@ -210,9 +210,7 @@ class Ownership:
     def check_open(self) -> None:
         """Raise `NotFound` where the workbench is closed."""
         if self.closed and not self.drives:
-            again = (
-                f"wb.attach({self._name!r}) looks again, wb.attach({self._name!r}, take_over=True) drives it from here"
-            )
+            again = f"wb.attach({self._name!r}) reads it again, wb.attach({self._name!r}, take_over=True) takes it over"
             raise NotFound(f"this notebook has left {self._name!r}", "another kernel drives it", again)
         if self.closed:
             raise NotFound(f"workbench {self._name!r} is closed", "", "open it again with wb.open(...)")
@@ -225,6 +223,6 @@ class Ownership:
             owner = registry.owner(self._id)
             who = "another kernel" if owner is None else f"process {owner.process.pid} on {owner.process.machine}"
             raise NotDriving(
-                f"this notebook looks at {self._name!r}", f"{who} drives it, and the steps of two would mix",
-                f"wb.attach({self._name!r}, take_over=True) drives it from here",
+                f"this notebook can only read {self._name!r}", f"{who} drives it, and only one kernel may",
+                f"wb.attach({self._name!r}, take_over=True) takes it over",
             )  # fmt: skip

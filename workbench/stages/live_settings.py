@@ -63,7 +63,7 @@ class LiveSettings:
         first = f"lab.{role}.training.{next(iter(values))} = {shown(next(iter(values.values())))}"
         if model is None or model.training is None or not model.trained:
             trained = [f"lab.{name}.training" for name, one in description.models.items() if one.trained]
-            raise BadInput(first, f"the {role} is not trained", f"those that are: {', '.join(trained)}")
+            raise BadInput(first, f"the {role} is not trained", f"trained roles: {', '.join(trained)}")
         before = model.training
         _check_live(role, before, values)
         after = replace(before, **values).of_role(role)
@@ -74,8 +74,8 @@ class LiveSettings:
             run.startswith(f"{role}.") for run in self._runner.interrupted.open_updates()
         ):
             raise BadInput(
-                first, f"an update of the {role} is between two of its minibatches, as an interrupt left it",
-                "run the same call again, which takes the rest, and then change it",
+                first, f"an interrupt left an update of the {role} between two of its minibatches",
+                "run the same call again, which takes the other steps, and then change it",
             )  # fmt: skip
         self._hosts.set_description(description.retrained(role, after, changed))
         try:
@@ -114,8 +114,8 @@ def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> Non
         ):
             raise BadInput(
                 f"{where} = {shown(value)}",
-                f"groups of weights are made with the role's engine, of the patterns {list(training.rates or ())}",
-                "give these patterns, in this order, with other factors; or open with others, resume=a checkpoint",
+                f"the role's engine has groups of weights for the patterns {list(training.rates or ())}",
+                "give these patterns, in this order, with other factors; or open with others and resume=a checkpoint",
             )
         if name not in LIVE and value != getattr(training, name):
             raise BadInput(

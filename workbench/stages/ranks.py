@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ASK_S = 0.2  # between two status calls to one host
 STATUS_S = 1.0  # how long an error waits for the status of ranks
-STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
+STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() restarts them"
 
 
 class RankWatch:
@@ -173,7 +173,7 @@ def one_error(run: Run, failures: Mapping[int, Failure]) -> WorkbenchError:
     first, raised = groups[0], failures[groups[0].ranks[0]]
     where = f"{run.name} failed on rank {', '.join(map(str, first.ranks))}"
     others = len(failures) - len(first.ranks)
-    rule = f"{others} other rank(s) failed otherwise" if others else ""
+    rule = f"{others} other rank(s) failed with other errors" if others else ""
     cause = raised.error if isinstance(raised.error, WorkbenchError) else None
     remedy = "; ".join(filter(None, ((cause and cause.remedy) or raised.remedy, STUCK if run.stuck else "")))
     if cause is not None:
@@ -198,11 +198,11 @@ def too_many_failed(run: Run, failed: Mapping[int, FailedRows], batch: Batch) ->
     in_order = sorted(failed, key=lambda rank: failed[rank].row)
     error = one_error(run, {rank: failed[rank].first for rank in in_order})
     most, not_asked = next(iter(failed.values())).most, sum(one.not_asked for one in failed.values())
-    more = f", and {not_asked} were not asked any more" if not_asked else ""
-    told = f"{count - not_asked} of {batch.rows} rows failed, where most_failed={most:g} is the share that may{more}"
+    more = f"; {not_asked} more rows were not tried" if not_asked else ""
+    told = f"{count - not_asked} of {batch.rows} rows failed, more than most_failed={most:g} allows{more}"
     remedy = (
-        f"All that was finished is kept in error.batch, which is lab.batch({batch.id!r}): mend the function, and give "
-        "it that batch with only=error.batch.failed()"
+        f"All finished rows are in error.batch, which is lab.batch({batch.id!r}): correct the function, and run the "
+        "stage on that batch with only=error.batch.failed()"
     )
     error.rule, error.remedy = (
         ". ".join(filter(None, (one.rstrip("."), two))) for one, two in ((error.rule, told), (error.remedy, remedy))

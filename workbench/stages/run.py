@@ -276,8 +276,8 @@ def interruptible(run: Run) -> Iterator[Presses]:
         except KeyboardInterrupt:
             raise StageInterrupted(
                 f"{run.name} was interrupted twice",
-                "its ranks stop at the next place where nothing is half done, and nobody waits for them",
-                "the next call waits for them; the same call again goes on",
+                "its ranks stop at the next safe point, and this call does not wait for them",
+                "the next call waits for them; run the same call again to continue",
             ) from None
 
 
@@ -337,7 +337,7 @@ def _show(run: Run, bar: Progress, *, stopping: bool) -> None:
     shown = run.waits_for or run
     bar.label = shown.name if shown is run else f"{run.name} waits for {shown.name}"
     if stopping:
-        bar.label = f"{run.name}: stopping where nothing is half done (interrupt again to leave it behind)"
+        bar.label = f"{run.name}: stopping at the next safe point (interrupt again to stop waiting)"
     if failed := shown.ranks.failed:
         bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
     bar.update(*shown.ranks.progressed)

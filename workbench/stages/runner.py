@@ -39,7 +39,7 @@ from workbench.support.replaced import replaced
 from workbench.support.validation import Rule
 from workbench.telemetry.store import TelemetryStore
 
-Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must be numbers by name", 'write {"mean": 1.0}')]
+Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must map names to numbers", 'write {"mean": 1.0}')]
 # called with the meta of the rows that a stage gave rewards, and the rewards
 ScoreListener = Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]
 
@@ -199,12 +199,12 @@ class StageRunner(StageNames):
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
-            raise StageInterrupted(f"{driver[1]} was stopped", "things are as after the stage before", AGAIN)
+            raise StageInterrupted(f"{driver[1]} was stopped", "the state is as after the previous stage", AGAIN)
         if driver is not None and driver[0] is not threading.current_thread():
             raise BadInput(
                 f"a stage of {self.hosts.description.name!r} called now",
-                f"{driver[1]} is under way, and the steps of two would mix",
-                "wait until it is over, or end it: Stop in the panel, close() of an endpoint",
+                f"{driver[1]} is under way, and stages of both would mix",
+                "wait until it ends, or end it: Stop in the panel, close() of an endpoint",
             )
 
     def require_alone(self, what: str, rule: str) -> None:
@@ -219,9 +219,9 @@ class StageRunner(StageNames):
         skip, done = self.counters.iterations_to_skip, self.counters.iteration
         if skip and not self.snapshots.open:  # work that is put back afterwards may be repeated
             raise BadInput(
-                f"{what} in a run that is resumed after {done} iterations, of which {skip} come here",
-                "algo.run(n) and `for _ in lab.iterations(n)` leave out what was done before; other lines cannot tell",
-                "write the loop with lab.iterations(n), or go on by hand after wb.restore(path)",
+                f"{what} in a run that is resumed after {done} iterations, {skip} of them still to be skipped",
+                "only algo.run(n) and `for _ in lab.iterations(n)` leave out iterations that were done before",
+                "write the loop with lab.iterations(n), or continue by hand after wb.restore(path)",
             )
 
     # --- several at once ----------------------------------------------------------------------------------------------

@@ -102,17 +102,17 @@ class StageRun(Run):
         batch, rest = (kwargs.pop("batch"), args) if "batch" in kwargs else (args[0] if args else None, args[1:])
         if isinstance(batch, Run):
             if batch.batch is None:
-                raise BadInput(f"{self.name}({batch!r})", "that run makes no batch", "give it a batch")
+                raise BadInput(f"{self.name}({batch!r})", "that run returns no batch", "give a batch")
             batch = batch.batch
         if not isinstance(batch, Batch):
             raise BadInput(
                 f"{self.name}({'' if batch is None else type(batch).__name__})",
-                "its first argument is a batch",
+                "the first argument must be a batch",
                 "start with lab.prompts.next(n)",
             )
         if not batch.is_of(self.runner.batches):
             lab = self.runner.hosts.description.name
-            raise BadInput(f"{batch!r}", f"comes from another workbench than {lab!r}", "use this one's batches")
+            raise BadInput(f"{batch!r}", f"it is from another workbench than {lab!r}", "use this one's batches")
         return batch, rest
 
     # --- 2 enqueue ----------------------------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ class StageRun(Run):
         late = f"{self.name} took longer than timeout_s={self.timeout_s:g}"
         if not self.calls:
             self.fail(StageTimeout(
-                late, f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up",
-                "wait for it, or where it never ends start its pool again with lab.recover()",
+                late, f"it waited for pool {self.group.pool.name!r}, which still runs a stage that was given up",
+                "wait for that stage, or if it never ends restart its pool with lab.recover()",
             ))  # fmt: skip
             return
         error = StageTimeout(
             late, self.ranks.status_text(self.runner.hosts.backend),
-            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
-            "call again of an update goes on with the steps that are left",
+            "its ranks stop at the next safe point, for which the next call waits; run an update again to continue "
+            "with its remaining steps",
         )  # fmt: skip
         self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
         self.ended_s = time.time()
@@ -336,9 +336,9 @@ class StageRun(Run):
         if self.stuck:
             ranks = ", ".join(map(str, self.ranks.working))
             raise StageInterrupted(
-                f"{self.name} was to stop, and rank {ranks} showed no progress for {GRACE_S:g} s",
+                f"{self.name} was asked to stop, but rank {ranks} showed no progress for {GRACE_S:g} s",
                 "it waits in a collective, or for code that does not return: its pool is lost",
-                "lab.recover() starts it again, and goes on from the last checkpoint",
+                "lab.recover() restarts it, and continues from the newest checkpoint",
             )
         self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
         if self.parts:

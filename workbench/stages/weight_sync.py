@@ -167,7 +167,7 @@ def refresh_reference(runner: StageRunner) -> None:
     groups = runner.groups.by_role
     if runner.hosts.description.actor_is_reference:
         raise BadInput(
-            "refresh_reference() with an adapter", "the reference is the actor without it, and stays so",
+            "refresh_reference() with an adapter", "the reference is the actor without its adapter, and never changes",
             "declare a reference of its own in models=",
         )  # fmt: skip
     for role, operation in (("reference", "take_weights"), ("actor", "publish_weights")):

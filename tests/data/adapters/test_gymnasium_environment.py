@@ -89,13 +89,13 @@ def test_texts_are_actions_and_the_rows_seed_is_the_environments(tmp_path: Path)
 
 
 def test_wrong_settings_are_refused() -> None:
-    with expect_error(BadInput, value="options is_slippery", rule=r"are for gymnasium\.make"):
+    with expect_error(BadInput, value="options is_slippery", rule=r"are only for gymnasium\.make"):
         wb.adapters.Gymnasium(Echo, is_slippery=True)
     with expect_error(BadInput, value="actions"):
         wb.adapters.Gymnasium("FrozenLake-v1", actions="left")
     environment = wb.adapters.Gymnasium("Pendulum-v1")()
     environment.reset("", seed=0)
-    with pytest.raises(TypeError, match="texts or numbers can be said"):
+    with pytest.raises(TypeError, match="must be Text or Discrete"):
         environment.step({"role": "assistant", "content": "1"})
 
 

@@ -105,9 +105,9 @@ def test_a_server_that_ends_is_started_again(command: list[str]) -> None:
 def test_servers_that_cannot_be_asked_are_refused(command: list[str], tmp_path: Path) -> None:
     with expect_error(BadInput, value=r"only=\['none'\]", rule="the server has total, made, fail, leave"):
         wb.adapters.mcp_tools(command, only=["total", "none"])
-    with expect_error(BadInput, rule="does not say which tools it has"):
+    with expect_error(BadInput, rule="did not list its tools"):
         wb.adapters.mcp_tools([sys.executable, "-c", "pass"])
-    with expect_error(BadInput, rule="does not say which tools it has"):
+    with expect_error(BadInput, rule="did not list its tools"):
         wb.adapters.mcp_tools([str(tmp_path / "none")])
     with expect_error(BadInput, rule="starts the server"):
         wb.adapters.mcp_tools([])

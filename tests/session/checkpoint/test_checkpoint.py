@@ -136,9 +136,7 @@ def test_a_resumed_program_leaves_out_what_was_done(run: Uninterrupted, tmp_path
     assert program(resume=run.folder / "three") == ([2], run.metrics[1:])
     with tiny_lab("saved", tmp_path, backend="inline", resume=run.folder / "three") as lab:
         for line in (lambda: lab.prompts.next(4), lambda: lab.critic.update_critic(lab.put({"x": [1]}))):
-            with expect_error(
-                BadInput, value="resumed after 3 iterations, of which 3 come here", rule="lab.iterations"
-            ):
+            with expect_error(BadInput, value="resumed after 3 iterations, 3 of them still", rule="lab.iterations"):
                 line()
         with expect_error(BadInput, value=r"refresh_reference\(\) in a run that is resumed"):
             lab.refresh_reference()

@@ -45,7 +45,7 @@ class Gymnasium:
         **options: Any,
     ) -> None:
         if callable(make) and options:
-            raise BadInput(f"options {', '.join(options)}", "are for gymnasium.make", "give them to the function")
+            raise BadInput(f"options {', '.join(options)}", "are only for gymnasium.make", "give them to the function")
         self.make, self.options = make, options
         self.actions, self.show, self.wrong_reward = actions, show, wrong_reward
 
@@ -54,7 +54,7 @@ class Gymnasium:
         try:
             import gymnasium as _  # noqa: F401 (tried)
         except ImportError:
-            raise MissingDependency.of("the package gymnasium", "it has the environment", "agents") from None
+            raise MissingDependency.of("the package gymnasium", "it provides the environment", "agents") from None
 
     def __call__(self) -> GymnasiumConversation:
         return GymnasiumConversation(self)
@@ -105,7 +105,7 @@ class GymnasiumConversation:
         if isinstance(self._space, Text):
             return said
         if not isinstance(self._space, Discrete):
-            raise TypeError(f"the actions of {self._environment} are {self._space}: texts or numbers can be said")
+            raise TypeError(f"the actions of {self._environment} are {self._space}: they must be Text or Discrete")
         if names := self._settings.actions:
             found = re.findall("|".join(rf"\b{re.escape(name.lower())}\b" for name in names), said.lower())
             if not found:

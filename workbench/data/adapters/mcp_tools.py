@@ -42,7 +42,7 @@ class Server:
             from mcp import Client, StdioServerParameters
             from mcp.client.stdio import stdio_client
         except ImportError:
-            raise MissingDependency.of("the package mcp 2", "it talks to MCP servers", "agents") from None
+            raise MissingDependency.of("the package mcp 2", "it connects to MCP servers", "agents") from None
         program, *rest = self.command
         parameters = StdioServerParameters(command=program, args=rest, env=dict(self.environment))
         return Client(stdio_client(parameters, sys.__stderr__ or sys.stderr))
@@ -61,7 +61,7 @@ def mcp_tools(
     tool.
     """
     if not command:
-        raise BadInput("command=[]", "starts the server", "write ['python', 'server.py']")
+        raise BadInput("command=[]", "must be the command that starts the server", "write ['python', 'server.py']")
     server = Server(tuple(command), tuple(sorted((environment or {}).items())))
 
     async def ask() -> list[Any]:
@@ -75,8 +75,8 @@ def mcp_tools(
     except Exception as error:
         raise BadInput(
             f"the MCP server {' '.join(command)!r:.120}",
-            f"does not say which tools it has: {plain_text(_first(error), 200)}",
-            "start it in a shell, and look at what it prints",
+            f"did not list its tools: {plain_text(_first(error), 200)}",
+            "start it in a shell, and read what it prints",
         ) from error
     if missing := [name for name in only or () if name not in found]:
         raise BadInput(f"only={missing}", f"the server has {', '.join(found) or 'no tools'}", "name some of these")

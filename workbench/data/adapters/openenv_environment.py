@@ -45,8 +45,8 @@ class OpenEnv:
             from openenv.core import generic_client as _  # noqa: F401 (tried)
         except ImportError as error:
             raise MissingDependency(
-                f"openenv cannot be imported: {error}", "it talks to OpenEnv's servers",
-                "pip install openenv, where mcp 1 is installed",
+                f"openenv cannot be imported: {error}", "it connects to OpenEnv's servers",
+                "pip install openenv, in an environment with mcp 1",
             ) from None  # fmt: skip
 
     def __call__(self) -> OpenEnvConversation:
