@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from workbench.display.curves import STROKES, Chart, Curve, smoothed
-from workbench.display.headlines import unit_of
+from workbench.display.headlines import looked_at, unit_of
 from workbench.errors import BadInput
 from workbench.telemetry.store import TelemetryStore
 from workbench_widgets.charts import Charts
 from workbench_widgets.view import button, choice, entry
 
-# Shown by default if present: a metric's name, and the stages that may report it, the best first.
-FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
-    "rewards/mean": ("compute_reward", "compute_advantages"),
-    "reference_kl": (),
-    "loss": ("update_actor",),
-    "entropy": ("compute_log_prob", "update_actor"),
-    "grad_norm": ("update_actor",),
-    "response_tokens/mean": ("generate_sequences",),
-}
+MOST_UNKNOWN = 6  # charts at first, where no metric is known
 MOST_RUNS, LISTED_FOR_S = 30, 5.0
 LINEAR, LOG = "linear", "log"
 
@@ -60,7 +52,7 @@ class MetricCurves:
 class Metrics(Charts):
     """One chart a metric: this run's curve, smoothed and raw, and those of other runs.
 
-    shown: as (stage, metric); None: `FIRST_SHOWN`. others: names of other runs. smoothing: see `smoothed`; 0 shows raw
+    shown: as (stage, metric); None: `first_shown`. others: names of other runs. smoothing: see `smoothed`; 0 shows raw
     curves only. iteration: the marked one.
     """
 
@@ -260,10 +252,9 @@ class Metrics(Charts):
 
 
 def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The (stage, metric) pairs that tell most about training; if there are none, the first few."""
-    there, found = list(names), list[tuple[str, str]]()
-    for metric, stages in FIRST_SHOWN.items():
-        having = [stage for stage, name in there if name == metric]
-        best = [stage for stage in stages if stage in having] or having
-        found += [(stage, metric) for stage in best[:1]]
-    return found or there[: len(FIRST_SHOWN)]
+    """The (stage, metric) pairs that tell most about training, the headlines and the entropy; if there are none, the
+    first few."""
+    there = {"/".join(name): name for name in names}
+    found = [there[name] for name in looked_at(there).values()]
+    found += [name for name in there.values() if name[1] == "entropy"][:1]
+    return found or list(there.values())[:MOST_UNKNOWN]

@@ -6,11 +6,12 @@ from collections.abc import Hashable
 from html import escape
 from typing import Any
 
+from workbench.display.headlines import looked_at
 from workbench.display.html import bytes_text, numbers_table
 from workbench.display.results import sparkline
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import union_s
-from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves, Points
+from workbench_widgets.metrics import MetricCurves, Points
 from workbench_widgets.view import View
 
 REWARD, SHOWN = "rewards/mean", 30  # iterations in the sparkline
@@ -98,17 +99,18 @@ class Strip(View):
 
     def _reward(self) -> tuple[str, str, str]:
         """The last reward, and the rewards of recent iterations as a small curve and as a table."""
-        for stage in FIRST_SHOWN[REWARD]:
-            points = self._curves.by_name.get((stage, REWARD), Points())
-            iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
-            if values:
-                rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]
-                return (
-                    f"{values[-1]:.4g}",
-                    sparkline(values, f"reward of the last {len(values)} iterations"),
-                    numbers_table(["iteration", REWARD], rows),
-                )
-        return "", "", ""
+        found = self._curves.by_name.items()
+        there = {"/".join(name): points for name, points in found if name[1] == REWARD and points.values}
+        points = there.get(looked_at(there).get("reward", ""), Points())
+        iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
+        if not values:
+            return "", "", ""
+        rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]
+        return (
+            f"{values[-1]:.4g}",
+            sparkline(values, f"reward of the last {len(values)} iterations"),
+            numbers_table(["iteration", REWARD], rows),
+        )
 
     def _fullest(self) -> str:
         held = [(sum(r.shares().values()), r) for r in self._living() if r.capacity_bytes and not r.error]

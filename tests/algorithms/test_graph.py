@@ -393,6 +393,21 @@ def test_an_iteration_of_run_that_fails_is_given_up(lab: wb.Workbench) -> None:
     assert len(algorithm.run(1)) == 1
 
 
+def test_an_iteration_that_is_left_for_another_is_named(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    def begun() -> Any:
+        algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT)
+        algorithm.step()
+        return algorithm
+
+    begun()  # such as a cell that is run twice
+    algorithm, left = begun(), lab.iteration - 1
+    assert capsys.readouterr().out == f"iteration {left} of GRPO stays unfinished: GRPO begins another\n"
+    algorithm.run(2)
+    assert f"iteration {left + 1} of GRPO stays unfinished: GRPO begins another\n" in capsys.readouterr().out
+    algorithm.iterate()
+    assert "begins another" not in capsys.readouterr().out
+
+
 def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:
     algorithm = wb.ReMax(lab, prompts=2, sampling=SHORT, kl_coefficient=0.0)
     metrics = algorithm.iterate()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from dataclasses import replace
@@ -154,6 +155,8 @@ def test_a_record_that_is_refused_is_told_once(tmp_path: Path) -> None:
 
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
+    file = record.folder / "lab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "field_of_a_later_version": 0}))
     assert registry.get("mine") == record
     with expect_error(BadInput, value="record has format 1", rule=f"reads {registry.FORMAT}", remedy="wb stop mine"):
         registry.description(record)

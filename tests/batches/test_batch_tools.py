@@ -101,7 +101,9 @@ def test_any_sequence_of_tools_is_the_same_on_plain_lists(lab: wb.Workbench, row
         column = random.choice(list(expected))
         if step == "take":
             index = random.choices(range(n), k=random.randint(1, 8))
-            batch, expected = batch.take(index), rows_of(index, expected)
+            mask = torch.tensor([i in some for i in range(n)])
+            given, index = random.choice([(index, index), (mask, some), (slice(-2, None), list(range(n))[-2:])])
+            batch, expected = batch.take(given), rows_of(index, expected)
         elif step == "repeat":
             batch, expected = batch.repeat(2), rows_of([i for i in range(n) for _ in range(2)], expected)
         elif step == "filter":
@@ -383,6 +385,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.filter([False] * 6), "keeps none"),
     (lambda b: b.filter(lambda rows: rows.rewards > 0), "without columns"),
     (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
+    (lambda b: b.take([True, False]), r"rows \[True, False\].*one truth value per row"),
+    (lambda b: b.take(slice(6, 9)), "must be one or more row numbers"),
     (lambda b: b.split(0), "n=0"),
     (lambda b: b.split(7), r"split\(7\) of 6 rows"),
     (lambda b: b.lengths("rewards"), "not token sequences"),

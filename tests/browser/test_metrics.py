@@ -73,7 +73,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     def measured() -> list[float]:
         return notebook.ask('lab.metrics("compute_log_prob")["entropy"].tolist()')
 
-    assert page.evaluate(CHARTS) == 6
+    assert page.evaluate(CHARTS) == 7
     assert drawn("as measured") == [[1, 2], pytest.approx(measured())]
     notebook.picture("metrics")
     sheet = panel.locator(FIGURE).evaluate(SHEET)
@@ -102,7 +102,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     panel.get_by_label("y axis").select_option("linear")
 
     # which metrics: search, by mouse and by keyboard
-    panel.get_by_text("Metrics shown: 6 of").click()
+    panel.get_by_text("Metrics shown: 7 of").click()
     search = panel.get_by_label("search")
     search.fill("clip_fraction update_critic")
     page.keyboard.press("Enter")
@@ -111,9 +111,9 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     box.focus()
     page.keyboard.press("Space")
     notebook.wait_for("('update_critic', 'value_clip_fraction') in view.drawn()")
-    page.wait_for_function(f"() => ({CHARTS})() === 7")
+    page.wait_for_function(f"() => ({CHARTS})() === 8")
     panel.get_by_role("button", name="Hide these 2").click()
-    notebook.wait_for("len(view.drawn()) == 6")
+    notebook.wait_for("len(view.drawn()) == 7")
     panel.get_by_role("button", name="As at first").click()
     notebook.wait_for("view.shown is None")
 
@@ -121,7 +121,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     panel.get_by_text("Other runs beside: 0 of 1").click()
     panel.get_by_role("checkbox", name="earlier/20250101-000000-000000").check()
     assert until("earlier/20250101-000000-000000", 5)[0] == [1, 2, 3, 4, 5]
-    assert page.evaluate(CHARTS) == 6
+    assert page.evaluate(CHARTS) == 7
     panel.locator(FIGURE).scroll_into_view_if_needed()
     notebook.picture("metrics_beside")
 

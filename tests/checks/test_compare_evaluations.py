@@ -39,6 +39,8 @@ def test_the_difference_is_of_prompts_that_both_have_and_responses_that_are_vali
     b = evaluation([[1.0], [1.0], [0.5]], first=1)
     row = compare_evaluations(a, b).df.loc["sums"]
     assert row["prompts"] == 2 and row["left_out"] == 2
+    said = "sums: left out are 1 responses of a and 0 of b whose reward failed, and 2 prompts that only one of them has"
+    assert said in repr(compare_evaluations(a, b)) and "left out" not in repr(compare_evaluations(b, b))
     assert (row["mean_a"], row["mean_b"], row["difference"]) == (0.5, 1.0, 0.5)
     passed = compare_evaluations(a, b, of="passed").df.loc["sums"]
     assert passed["difference"] == 0.5

@@ -132,6 +132,9 @@ def test_runs_that_cannot_be_read_are_left_out(folder: Path, tmp_path_factory: p
         frame = wb.runs(str(folder))
     assert list(frame.index) == ["low/2026-0", "low/2026-1", "low/2026-2"]
     assert frame["iterations"].tolist() == [0, 3, 3]
+    (folder / "low" / "2026-2" / "run.json").write_text("[]")
+    with expect_error(BadInput, value="low/2026-2/run.json' has format None"):
+        wb.diff("low/2026-1", "low/2026-2", folder=str(folder))
 
 
 def test_a_real_run_records_what_it_was(tmp_path: Path) -> None:

@@ -108,10 +108,17 @@ def test_each_other_limit_is_named(lab: wb.Workbench) -> None:
 def test_where_no_turn_is_answered_the_call_says_so(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = lab.prompts.next(2)
     lab.actor.generate_sequences(prompts, environment=Caller, max_new_tokens=3, logit_bias={EQUALS: float("-inf")})
-    said = "environment Caller was asked for no reply on rank 0: all 2 conversations were cut in their first turn"
-    assert said in capsys.readouterr().err
+    said = "no reply of environment {} was read on rank 0: all 2 conversations were cut in their first turn, or had no"
+    assert said.format("Caller") in capsys.readouterr().err
+
+    class Long(Caller):
+        def step(self, response: str) -> tuple[str, float, bool]:
+            return ";" * 200, 1.0, False
+
+    lab.actor.generate_sequences(prompts, environment=Long, **SAMPLING)
+    assert said.format("Long") in capsys.readouterr().err
     lab.actor.generate_sequences(prompts, environment=Caller, **SAMPLING)
-    assert "was asked for no reply" not in capsys.readouterr().err
+    assert "no reply of" not in capsys.readouterr().err
 
 
 def test_another_response_has_no_columns_of_the_turns_before_it(lab: wb.Workbench) -> None:

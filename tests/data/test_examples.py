@@ -181,6 +181,29 @@ def test_what_the_template_leaves_out_is_told_and_roles_that_it_does_not_know_ar
         examples([{"messages": [USER, {**said(""), "tool_calls": [call]}]}], "demonstrations")
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_two_turns_of_the_assistant_in_a_row_are_written_as_the_template_does_or_refused(strict: bool) -> None:
+    tokenizer: Any = load_tokenizer(TINY)
+    if strict:
+        refuse = (
+            "{% if loop.index0 % 2 != (message.role == 'assistant') %}{{ raise_exception('alternate') }}{% endif %}"
+        )
+        tokenizer.chat_template = tokenizer.chat_template.replace("in messages %}", "in messages %}" + refuse, 1)
+    turns = [USER, said("b"), said("c")]
+    rows: list[tuple[Kind, Any]] = [
+        ("demonstrations", {"messages": turns}),
+        ("pairs", {"chosen": turns, "rejected": [*turns[:2], said("d")]}),
+    ]
+    for kind, row in rows:
+        if strict:
+            with expect_error(BadInput, value="^row 0 of a list: messages", rule="alternate"):
+                Examples([row], kind, tokenizer=tokenizer)
+            continue
+        found = Examples([row], kind, tokenizer=tokenizer).training[0]
+        whole = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        assert found.prompt_ids + found.answer_ids[0] == whole
+
+
 def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:
     """Where that is another token than the tokenizer's EOS; a plain text ends with the latter."""
     tokenizer = load_tokenizer(TINY)

@@ -54,6 +54,15 @@ def test_a_stop_string_is_found_where_tokens_cut_through_it():
     assert [late.of(ids[:n], n) for n in range(1, len(ids) + 1)] == [None] * 6 + ["stop"]
 
 
+def test_a_stop_string_is_found_in_special_tokens():
+    tokenizer = load_tokenizer("tiny-llama")
+    ids = tokenizer("a<|user|>b", add_special_tokens=False).input_ids
+    for stop in ("<|user|>", "user", "a<|", "|>b"):
+        ends = Endings(tokenizer, Sampling(stop=(stop,)), frozenset((2,)))
+        found = [ends.of(ids[:n], n) for n in range(1, len(ids) + 1)]
+        assert found == ([None, None, "stop"] if stop == "|>b" else [None, "stop", None])
+
+
 def fused(*, metaspace: bool):
     """A tokenizer of pieces that begin words, parts of characters as bytes, and a decoder that strips the first space
     (or none does)."""

@@ -60,6 +60,16 @@ def test_opening(tmp_path: Path, subtests: pytest.Subtests) -> None:
             assert wb.ls() == []
 
 
+def test_a_wrong_name_is_refused_before_another_model_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    models = {"actor": "smollm2-135m", "critic": "/no/such/folder", "reward": vowels}
+    with expect_error(ModelUnavailable, value="/no/such/folder"):
+        tiny_lab("wrong", tmp_path, models=models, backend="inline")
+    assert not [*tmp_path.glob("models/smollm2*")]
+
+
 SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: wb.Training(schedule="cosine"), "total_steps"),
     (lambda: wb.Model(), "give exactly one of the two"),

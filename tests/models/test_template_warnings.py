@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from tests.cases import TINY, tiny_lab
+from workbench.data.examples import Examples
+from workbench.data.prompts import Prompts
 from workbench.models import load_tokenizer, render_prompt
 from workbench.models.chat_format import template_warnings
 
@@ -69,3 +71,28 @@ def test_opening_says_how_columns_were_read(tmp_path: Path, capsys: pytest.Captu
     rows = [{"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_model": {"ground_truth": "5"}}]
     tiny_lab("said", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
     assert "prompts are read as verl's columns: the answer is reward_model['ground_truth']" in capsys.readouterr().out
+
+
+RENDERED = (
+    "<|user|>\n2 + 3?<|end|>\n<|assistant|>\n",
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2 + 3?<|eot_id|>",
+    "<s> [INST] 2 + 3? [/INST]",
+)
+
+
+@pytest.mark.parametrize("text", RENDERED)
+def test_a_text_that_went_through_a_template_already(tokenizer: Any, text: str) -> None:
+    rows = ["What does <|im_start|>user mean?", text, text]
+    pairs = [{"prompt": row, "chosen": "5", "rejected": "6"} for row in rows]
+    for read in (lambda **chat: Prompts(rows, tokenizer=tokenizer, **chat),
+                 lambda **chat: Examples(pairs, "pairs", tokenizer=tokenizer, **chat)):  # fmt: skip
+        with pytest.warns(UserWarning, match=r"row 1 of a list has .* Give chat=False") as told:
+            read()
+        assert len(told) == 1
+        read(chat=False)  # warns of nothing
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>user", "[INST", "Explain: <|im_start|>user\nHi<|im_end|>", "<|eos|>"])
+def test_a_text_about_templates_is_no_rendered_text(tokenizer: Any, text: str) -> None:
+    Prompts([text], tokenizer=tokenizer)  # warns of nothing

@@ -156,6 +156,16 @@ def test_a_turns_end_that_is_not_the_tokenizers_eos_is_written_once() -> None:
     )
 
 
+def test_white_space_before_the_end_of_a_turn_does_not_end_it_twice() -> None:
+    tokenizer = load_tokenizer("tiny-llama")  # with a template like Llama 2's
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    )
+    reply = render_reply(tokenizer, [{"role": "user", "content": "go on"}], after=int(tokenizer.eos_token_id))
+    assert tokenizer.decode(reply) == "[INST] go on [/INST]"
+
+
 @pytest.mark.parametrize(
     ("template", "end"),
     [

@@ -44,9 +44,13 @@ def test_the_first_metrics_are_those_that_say_most() -> None:
         ("update_actor", "loss"), ("update_critic", "grad_norm"),
     ]  # fmt: skip
     assert first_shown(names) == [
-        ("compute_reward", "rewards/mean"), ("update_actor", "loss"), ("compute_log_prob", "entropy"),
-        ("update_critic", "grad_norm"), ("generate_sequences", "response_tokens/mean"),
+        ("compute_reward", "rewards/mean"), ("update_actor", "loss"), ("update_critic", "grad_norm"),
+        ("generate_sequences", "response_tokens/mean"), ("compute_log_prob", "entropy"),
     ]  # fmt: skip
+    # as in the frame of `run`: with dynamic sampling, the mean over all groups, not over the kept ones
+    assert first_shown([("compute_reward", "rewards/mean"), ("dynamic_sampling", "rewards/mean")]) == [
+        ("dynamic_sampling", "rewards/mean")
+    ]
     assert first_shown([("mine", "a"), ("mine", "b")]) == [("mine", "a"), ("mine", "b")]
 
 
@@ -61,7 +65,7 @@ def test_curves_are_the_metrics_of_the_workbench(lab: wb.Workbench, view: Metric
     found = lab.metrics("compute_log_prob")
     curve = line(view, "compute_log_prob/entropy", "curves")
     assert (list(curve.x), list(curve.y)) == (found["iteration"].tolist(), found["entropy"].tolist())
-    assert len(view.charts()) == 6
+    assert len(view.charts()) == 7
     assert f"{found['entropy'].iloc[-1]:.4g}" in view.text()
 
     # a comparison leaves the curve as it was, and its arms are marks beside it

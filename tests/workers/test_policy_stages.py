@@ -186,8 +186,11 @@ class TestAdvantages:
         for rule, ends_BT in ends.items():
             made = lab.compute_advantages(batch, macro_tokens=rule, whiten_advantages=False)
             rewards_BT = ragged(made, "token_rewards").pad()
-            advantages_BT, _ = macro_gae(rewards_BT, values_BT, mask_BT, 1.0, 0.95, ends_BT)
+            advantages_BT, returns_BT = macro_gae(rewards_BT, values_BT, mask_BT, 1.0, 0.95, ends_BT)
             torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
+            of_errors, of_returns = ((x_BT[mask_BT].double().var()) for x_BT in (returns_BT - values_BT, returns_BT))
+            explained = lab.last_metrics["compute_advantages"]["values/explained_variance"]
+            assert explained == pytest.approx(float(1 - of_errors / of_returns), rel=1e-5)
         columns = [
             ragged(lab.compute_advantages(batch, macro_tokens="random", whiten_advantages=False), "advantages").values
             for _ in range(2)

@@ -159,6 +159,7 @@ class Algorithm(StageEdits):
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)
             made = self.made[stage.name]
             self._iteration = self.lab.iteration
+            self.lab.position.unfinished = type(self).__name__, self._iteration
             self._has_run(stage.name, once)
             self.lab.note_position()
         if all(name in self.made for name in graph.names):
@@ -205,6 +206,7 @@ class Algorithm(StageEdits):
         metrics = self.metrics()  # waits for the stages; until then the iteration is under way
         with uninterrupted(), self._quietly():
             self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
+            self.lab.position.unfinished = None
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: metrics of a skipped step may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)

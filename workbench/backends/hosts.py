@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,17 @@ class Hosts:
         """Return every host's description of itself, in the order of `infos`. without: pools that are not asked."""
         asked = [self.backend.ask(info.name, "describe") for info in self.infos if info.pool not in without]
         return [answer.result() for answer in asked]
+
+    def describe_living(self) -> dict[str, dict[str, Any]]:
+        """Return the descriptions of the hosts that are not gone, by host."""
+        asked, found = dict[str, Pending](), dict[str, dict[str, Any]]()
+        for info in self.infos:
+            with suppress(HostDied):
+                asked[info.name] = self.backend.ask(info.name, "describe")
+        for name, answer in asked.items():
+            with suppress(HostDied):
+                found[name] = answer.result()
+        return found
 
     def require_whole(self, pool: Pool, role: str) -> None:
         """Raise `StageError` while the pool's hosts still work on a cancelled operation, `HostDied` if it was lost."""

@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,9 @@ def records() -> list[Record]:
         try:
             values = files.read_json(path)
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
-            found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
+            # a later version may have added fields
+            known = {one.name: values[one.name] for one in fields(Record) if one.name in values}
+            found.append(Record(**{**known, "digests": tuple(values["digests"])}, hosts=hosts))
         except BadInput as error:
             files.tell_once(str(error))
         except (OSError, ValueError, KeyError, TypeError):  # removed just now, or of another version

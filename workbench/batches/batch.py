@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from workbench.batches.disagreements import Disagreements
 
-    RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
+    RowNumbers = Sequence[int] | np.ndarray | slice  # checked by `row_numbers`
 
 ColumnName = Annotated[str, Field(min_length=1)]
 
@@ -44,7 +44,10 @@ class Batch(BatchHandle):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def take(self, rows: RowNumbers) -> Batch:
-        """Return the rows with these numbers, in the given order."""
+        """Return the rows with these numbers, in the given order; of a slice; or where a mask of truth values is true.
+
+        batch.take([3, 0]), batch.take(slice(8)), batch.take(rewards > 0)
+        """
         index = self._row_numbers(rows)
         return self.derive("take", rows_of(self.columns, index))
 

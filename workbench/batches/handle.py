@@ -32,7 +32,7 @@ from workbench.support.named_fields import NamedAttributes, remedy_for
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
-    RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
+    RowNumbers = Sequence[int] | np.ndarray | slice  # checked by `row_numbers`
 
 
 class BatchHandle(NamedAttributes):
@@ -241,10 +241,12 @@ class BatchHandle(NamedAttributes):
             )
 
     def _row_numbers(self, rows: RowNumbers) -> np.ndarray:
-        index = as_array(rows)
+        index = np.arange(self.rows)[rows] if isinstance(rows, slice) else as_array(rows)
+        if index.dtype == bool and index.shape == (self.rows,):
+            index = np.flatnonzero(index)
         right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
         if not right or index.min() < 0 or index.max() >= self.rows:
-            rule = f"must be one or more row numbers from 0 to {self.rows - 1}"
+            rule = f"must be one or more row numbers from 0 to {self.rows - 1}, a slice, or one truth value per row"
             raise BadInput(f"rows {shown(rows)} of {self!r}", rule, "write rows=[0]")
         return index.astype(np.int64)
 

@@ -112,7 +112,11 @@ def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComp
     rows = {}
     for data, found in both.groupby("data", sort=False):
         left_out = sum(int((one.index.get_level_values("data") == data).sum()) - len(found) for one in means)
-        rows[data] = {**_difference(found["mean_a"].to_numpy(), found["mean_b"].to_numpy()), "left_out": left_out}
+        failed = [int((~one.rows.loc[one.rows["data"] == data, "valid"]).sum()) for one in (a, b)]
+        rows[data] = {
+            **_difference(found["mean_a"].to_numpy(), found["mean_b"].to_numpy()),
+            "left_out": left_out, "failed_a": failed[0], "failed_b": failed[1],
+        }  # fmt: skip
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("data")
     return EvaluationComparison(table, _flipped(a, b), of, differs=_differing(a, b))
 
@@ -207,7 +211,8 @@ def _flipped(a: Any, b: Any) -> pd.DataFrame:
 class EvaluationComparison(Charted):
     """b against a. df: a row a data set: `prompts` that both have, `mean_a`, `mean_b`, `difference` (b - a) with `low`
     and `high` of its 95 % interval, `decided` (whether the interval excludes 0), `more_prompts` that would decide it,
-    and prompts `left_out` because only one evaluation has them. flipped: see `compare_evaluations`. of: the compared
+    prompts `left_out` because only one evaluation has a valid response to them, and how many responses, without a valid
+    reward, are left out: `failed_a`, `failed_b`. flipped: see `compare_evaluations`. of: the compared
     column. differs: conditions that differ, such as "sampling/temperature", with their values in a and b; if the reward
     or the sampling differs, b - a does not measure the policies alone."""
 
@@ -219,6 +224,11 @@ class EvaluationComparison(Charted):
     def sentences(self) -> list[str]:
         """The result for each data set, and differing conditions, in sentences."""
         found = [_sentence(str(data), row) for data, row in self.df.iterrows()]
+        found += [
+            f"{data}: left out are {row['failed_a']} responses of a and {row['failed_b']} of b whose reward failed, "
+            f"and {row['left_out']} prompts that only one of them has"
+            for data, row in self.df.iterrows() if row["failed_a"] or row["failed_b"] or row["left_out"]
+        ]  # fmt: skip
         return found + [
             f"not only the policies differ: {name} is {a} in a, {b} in b" for name, (a, b) in self.differs.items()
         ]

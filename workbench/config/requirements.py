@@ -13,8 +13,9 @@ from workbench.engines.training.deepspeed_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
-from workbench.models import resolve
+from workbench.models import BUNDLED, resolve
 from workbench.models.loading import load_config
+from workbench.models.resolve import config_file
 from workbench.models.spec import Judging
 from workbench.models.tokenizers import load_tokenizer
 from workbench.placement import ENVIRONMENT, ROLLOUT, Layout
@@ -62,6 +63,10 @@ def check(description: Description) -> None:
             "the inline backend runs everything in the kernel, on one device",
             "use Placement.colocate(devices=1), or backend='ray'",
         )
+    for model in description.models.values():  # all names, before weights are fetched or converted
+        name = model.judge.model if model.judge is not None else model.name
+        if name is not None and name not in BUNDLED:
+            config_file(name)
     for role, model in description.models.items():
         if model.function is not None:
             check_function(model.function)

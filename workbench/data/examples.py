@@ -16,7 +16,7 @@ from pydantic import Field
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.example_rows import Example, demonstration, dialogue, feedback, pair
-from workbench.data.prompt_rows import Message, row_tools
+from workbench.data.prompt_rows import Message, contents, row_tools
 from workbench.data.prompt_stream import Feed
 from workbench.data.prompts import EpochRows
 from workbench.data.readers import BadRows, Overlong, Row, Rows, counts
@@ -27,7 +27,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools
-from workbench.models.chat_template import unread
+from workbench.models.chat_template import rendered, unread, warn_if_rendered
 from workbench.models.control_tokens import encoded, escape
 from workbench.models.tokenizers import REASONING, AnswerFormat, render_reply, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
@@ -117,7 +117,7 @@ class Examples(EpochRows[Tokenized]):
         self.dropped = self.cut = self.equal = self.with_control_tokens = 0
         self.unread = set[str]()
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
-        self._turn_end = turn_end(tokenizer)
+        self._turn_end, self._warned = turn_end(tokenizer), not (self._chat and tokenizer.chat_template)
         rows = read_rows(source, bad_rows=bad_rows)
         self.name, self.skipped, self.read_as = rows.name, rows.skipped, rows.read_as
         kept = self._all(rows)
@@ -196,6 +196,7 @@ class Examples(EpochRows[Tokenized]):
     def _fit(self, example: Example, where: str) -> Tokenized | None:
         """Return the row's token ids, with the prompt cut if `overlong` says so; None if the row is dropped."""
         tokenized = self._tokenize(example)
+        self._warned = self._warned or warn_if_rendered([*contents(example.prompt), *example.answers], where)
         if len(tokenized.answer_ids) > 1 and tokenized.answer_ids[0] == tokenized.answer_ids[1]:
             self.equal += 1
             return None
@@ -230,6 +231,10 @@ class Examples(EpochRows[Tokenized]):
             said = [more or [{"role": "assistant", "content": one}] for one, more in zip(answers, given, strict=True)]
             self.unread |= unread(tokenizer, () if isinstance(prompt, str) else prompt, tools)
             self.unread |= unread(tokenizer, itertools.chain(*said), ()).difference(REASONING)
+            for one in said:
+                whole = [*([] if isinstance(prompt, str) else prompt), *one]
+                if any(a["role"] == b["role"] == "assistant" for a, b in itertools.pairwise(whole)):
+                    rendered(tokenizer, whole, next_turn=False)  # raises if the template refuses two turns in a row
         if not self.control_tokens:
             before, (prompt, said, tools) = (prompt, said, tools), escape(tokenizer, (prompt, said, tools))
             self.with_control_tokens += before != (prompt, said, tools)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
-from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
+from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts, named
 from workbench.data.sources import PROMPT_COLUMNS, Source
 from workbench.data.user_functions import LAST_TURN, short
 from workbench.display.html import table
@@ -21,7 +21,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools, written_tokens
-from workbench.models.chat_template import unread
+from workbench.models.chat_template import unread, warn_if_rendered
 from workbench.models.control_tokens import escape
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -154,6 +154,7 @@ class PromptReader(ABC):
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
+        self._warned = chat is False or not tokenizer.chat_template
         self.control_tokens = chat is False if control_tokens is None else control_tokens
         self.seed, self.shuffle = seed, shuffle
         self._read(source, prompt_column)
@@ -226,6 +227,7 @@ class PromptReader(ABC):
         self.other_tools += not tools and bool(extra.get("tools"))
         self.unread |= unread(self._tokenizer, _messages(conversation) or (), tools)
         ids = self.render(conversation, tools=tools)
+        self._warned = self._warned or warn_if_rendered(contents(conversation), named(place, self._name))
         self.with_control_tokens += not self.control_tokens and escape(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:
             return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
@@ -318,6 +320,11 @@ def _conversation(where: str, value: Any) -> Conversation:
 
 def _messages(conversation: Conversation) -> list[dict[str, Any]] | None:
     return None if isinstance(conversation, str) else conversation
+
+
+def contents(conversation: Conversation) -> list[str]:
+    """Return the texts of a conversation."""
+    return [conversation] if isinstance(conversation, str) else [message["content"] for message in conversation]
 
 
 def _last_user(messages: list[dict[str, Any]]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 # Label, in display order -> its metrics, the best first. "*" means the first stage that reports the metric. A second
 # stage, such as update_actor_2, counts if the first one does not exist.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean"),
+    "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean", "compute_advantages/rewards/mean"),
     "cost": ("compute_cost/costs/mean",),
     "KL": ("compute_advantages/reference_kl", "update_actor/kl_loss", "update_actor/approximate_kl"),
     "accuracy": (

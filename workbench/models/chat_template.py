@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 ROLES = ("system", "user", "assistant", "tool")
+# how widespread templates begin a conversation
+_BEGUN = re.compile(
+    r"\s*(?:<s>|<bos>|<\|bos\|>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*"
+    r"(<\|im_start\|>(?:system|user)\n|<\|start_header_id\|>(?:system|user)<|<start_of_turn>user\n"
+    r"|<\|(?:system|user)\|>\n|<｜User｜>|\[(?:INST|SYSTEM_PROMPT)\])"
+)
 _PLAIN = ("role", "content", "name", "tool_call_id")  # keys that `unread` does not check
 
 
@@ -79,3 +86,15 @@ def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, A
                 f"rename it to one of {', '.join(ROLES)}: 'human' is 'user', 'gpt' or 'bot' is 'assistant'",
             )  # fmt: skip
     return {name for name in there if not reads(tokenizer, name)}
+
+
+def warn_if_rendered(texts: Iterable[str], place: str) -> bool:
+    """Whether one of the texts, to which a chat template will be applied, has gone through one already; then warn."""
+    found = next(filter(None, map(_BEGUN.match, texts)), None)
+    if found:
+        warnings.warn(
+            f"{place} has {found[1]!r}: it went through a chat template already, and now goes through the model's as "
+            "text. Give chat=False for texts in the model's own template; make messages of others",
+            stacklevel=2,
+        )
+    return found is not None

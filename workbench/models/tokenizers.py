@@ -265,5 +265,5 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
     _, found, rest = text.partition(TURN)
     if not found:
         raise BadInput("this chat template", "it drops earlier turns of the assistant", "reply with a text instead")
-    token_ids = encoded(tokenizer, rest)
-    return token_ids[1:] if token_ids[:1] == [after] else token_ids
+    token_ids = encoded(tokenizer, rest.lstrip())  # some templates write white space before the end of a turn
+    return token_ids[1:] if token_ids[:1] == [after] else encoded(tokenizer, rest)

@@ -139,4 +139,5 @@ class Iterations:
         counters = self._runner.counters
         passed = min(iterations, counters.iterations_to_skip)
         counters.iterations_to_skip -= passed
+        self._position.passed_over |= passed > 0
         return passed

@@ -21,8 +21,10 @@ from workbench.support.assigned import NoteChange
 class Position:
     """checkpoint: the one that the run continued from. last_saved: this kernel's last one. saved_algorithm,
     saved_streams: saved positions that are not taken up yet. first_states: of algorithms, by class, at their first
-    step. noted: by class, the algorithm whose settings the run's record has last, and these settings. buffer: rollouts
-    of later iterations. recovering: whether a recovery is putting roles back, or ended before it was done."""
+    step. unfinished: the class of algorithm and the number of an iteration that is not over. noted: by class, the
+    algorithm whose settings the run's record has last, and these settings. buffer: rollouts of later iterations.
+    recovering: whether a recovery is putting roles back, or ended before it was done. passed_over: whether a resumed
+    script has left out iterations."""
 
     def __init__(self, counters: Counters, batches: BatchStore, note_change: NoteChange) -> None:
         self._counters, self._batches = counters, batches
@@ -31,9 +33,10 @@ class Position:
         self.last_saved: Checkpoint | None = None
         self.saved_algorithm: dict[str, Any] | None = None
         self.saved_streams: Sequence[dict[str, Any]] = ()
+        self.unfinished: tuple[str, int] | None = None
         self.first_states: dict[str, dict[str, Any]] = {}
         self.noted: dict[str, tuple[Callable[[], Algorithm | None] | None, dict[str, Any]]] = {}
-        self.recovering = False
+        self.recovering = self.passed_over = False
         self._algorithm: weakref.ref[Algorithm] | None = None
         self._streams: Sequence[weakref.ref[ExampleStream]] = ()
 
@@ -48,11 +51,14 @@ class Position:
         self._algorithm = None if algorithm is None else weakref.ref(algorithm)
 
     def begin(self, algorithm: Algorithm) -> None:
-        """Note that this algorithm takes a step."""
-        saved, title, before = self.saved_algorithm, type(algorithm).__name__, self.algorithm
-        left = saved and saved["under_way"] and (before is None or before.under_way) and saved["class"] != title
-        if saved and left and saved["iteration"] == self._counters.iteration:
-            print(f"iteration {saved['iteration']} of {saved['class']} stays unfinished: {title} begins another")
+        """Note that this algorithm takes a step, and say so if an iteration that is not over is left for another."""
+        saved, title = self.saved_algorithm, type(algorithm).__name__
+        if saved and saved["under_way"] and self.algorithm is None and saved["class"] != title:
+            self.unfinished = saved["class"], saved["iteration"]
+        if self.unfinished and not algorithm.under_way:
+            left, iteration = self.unfinished
+            if iteration == self._counters.iteration:
+                print(f"iteration {iteration} of {left} stays unfinished: {title} begins another")
         self.algorithm = algorithm
 
     def take_up(self, algorithm: Algorithm) -> None:
@@ -63,6 +69,7 @@ class Position:
         algorithm.resume_at(saved, self._made(saved) if saved["under_way"] else None)
         self.algorithm = algorithm  # so that `recover` puts it back, even before its first step
         if saved["under_way"]:
+            self.unfinished = saved["class"], saved["iteration"]
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
             self._counters.last_metrics = metrics
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())

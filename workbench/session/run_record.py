@@ -113,7 +113,7 @@ def read_run_record(run_folder: Path) -> RunRecord | None:
         found = files.read_json(run_folder / RUN_FILE)
     except FileNotFoundError:
         return None
-    if (wrote := found.get("format")) != FORMAT:
+    if (wrote := found.get("format") if isinstance(found, dict) else None) != FORMAT:
         what = f"{str(run_folder / RUN_FILE)!r} has format {shown(wrote, 80)}"
         raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
     return RunRecord(**{one.name: found[one.name] for one in fields(RunRecord)})

@@ -200,9 +200,10 @@ class Sampling:
     max_new_tokens: the longest response, in tokens; in an environment, all turns and observations together.
     min_new_tokens: the least tokens of a response (of each turn) before its end: until then, ending tokens have
         probability 0, and stop strings are ignored.
-    stop, stop_token_ids: strings and tokens that end a response (a turn). ignore_eos: the end-of-sequence token does
-        not end a response: for benchmarks with a fixed length. A response includes what ended it: EOS, the stop token,
-        or the tokens up to the one that completed the stop string.
+    stop, stop_token_ids: strings and tokens that end a response (a turn). Stop strings are searched in the text with
+        special tokens, unlike by vLLM's own default: "<|im_end|>" is found, and so is "end" in it. ignore_eos: the
+        end-of-sequence token does not end a response: for benchmarks with a fixed length. A response includes what
+        ended it: EOS, the stop token, or the tokens up to the one that completed the stop string.
     environment: turns responses into conversations, see `workbench.data.environment`: a class, or a function without
         arguments that makes an environment, called once per sample. max_turns: the most turns of the policy. max_calls:
         the most tool calls; a turn with more calls than are left gets no answer. max_seconds: of wall time, checked

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 # After one rank fails, others may wait for it in a collective for ever. Ranks that make no progress for this long after
 # a failure, or when they are to stop, count as stuck; ranks that make progress are waited for.
 GRACE_S = 60.0
+COLLECTIVE_GRACE_S = 10.0  # where a rank has failed, and all others are in a collective
 
 
 class StageRun(Run):
@@ -274,7 +275,8 @@ class StageRun(Run):
             self._end()
             return
         ending = bool(self.ranks.failed) or self._stopping
-        if self.ranks.stalled_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
+        stalled_s = self.ranks.stalled_s(self.runner.hosts.backend, ending=ending)
+        if stalled_s > (COLLECTIVE_GRACE_S if self.ranks.wait_for_failed else GRACE_S):
             self.stuck = True
             self._end()
 

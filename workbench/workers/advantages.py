@@ -223,13 +223,13 @@ class Estimation:
         """Compute GAE by token, by turn, or by macro action."""
         mask_BT, after_B = self.mask_BT, None
         values_BT = self.batch.ragged(signal.values).pad()
-        if self.macro_tokens != 1:
-            ends_BT = _macro_ends(self.batch, mask_BT, self.macro_tokens)
-            return macro_gae(rewards_BT, values_BT, mask_BT, self.gamma, self.lam, ends_BT)
         if self.bootstrap:
             finished_B = self.batch.numbers("finished").bool()
             after_B = torch.where(finished_B, 0.0, self.batch.numbers(signal.final_values))
-        if self.estimator == "gae":
+        if self.macro_tokens != 1:
+            ends_BT = _macro_ends(self.batch, mask_BT, self.macro_tokens)
+            both = macro_gae(rewards_BT, values_BT, mask_BT, self.gamma, self.lam, ends_BT)
+        elif self.estimator == "gae":
             both = gae(rewards_BT, values_BT, mask_BT, self.gamma, self.lam, after_B)
         else:
             ends_BT = self._ends_of_turns()

@@ -67,13 +67,14 @@ def ending_columns(endings: Sequence[str]) -> Table:
 
 
 def never_answered(conversations: Sequence[Conversation], sampling: Sampling, rank: int) -> tuple[str, ...]:
-    """Return a warning for the user if no turn reached an environment, else nothing. rank: named in the message."""
+    """Return a warning for the user if the policy read no answer of its environment, else nothing. rank: named in the
+    message."""
     if not conversations or any(c.ending != "max_tokens" or c.turns > 1 for c in conversations):
         return ()
     return (
-        f"environment {name_of(sampling.environment)} was asked for no reply on rank {rank}: all {len(conversations)} "
-        f"conversations were cut in their first turn, by max_new_tokens={sampling.max_new_tokens} or "
-        "Generation.max_model_tokens. Raise them, or end turns with stop=",
+        f"no reply of environment {name_of(sampling.environment)} was read on rank {rank}: all {len(conversations)} "
+        "conversations were cut in their first turn, or had no room for its reply, by "
+        f"max_new_tokens={sampling.max_new_tokens} or Generation.max_model_tokens. Raise them, or end turns with stop=",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("mcp")
 
 SERVER = '''
 import os
+import time
 from mcp.server.mcpserver import MCPServer
 
 server, calls = MCPServer("sums"), []
@@ -42,8 +44,10 @@ def fail() -> str:
 
 
 @server.tool()
-def leave() -> str:
-    """End the server."""
+async def leave(hang: bool = False) -> str:
+    """End the server, or hang as a whole."""
+    if hang:
+        time.sleep(1000)
     os._exit(3)
 
 
@@ -93,11 +97,15 @@ def test_the_tools_of_a_server_are_shown_and_called(command: list[str]) -> None:
     assert first == second and first.startswith("1 ") and first.endswith(" mine")  # one server for all calls of a loop
 
 
-def test_a_server_that_ends_is_started_again(command: list[str]) -> None:
-    tools = wb.Tools(wb.adapters.mcp_tools(command, only=["leave", "made"]), timeout_s=25)
+@pytest.mark.parametrize("hang", [False, True])
+def test_a_server_that_ends_or_hangs_is_started_again(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, hang: bool
+) -> None:
+    monkeypatch.setattr(import_module("workbench.data.adapters.mcp_tools"), "ANSWERING_S", 1.0)  # it never answers
+    tools = wb.Tools(wb.adapters.mcp_tools(command, only=["leave", "made"]), timeout_s=4 if hang else 25)
     assert list(tools.by_name) == ["made", "leave"]
-    before, left, after = answers(tools, ("made", {}), ("leave", {}), ("made", {}))
-    assert left.startswith("Error: leave raised")
+    before, left, after = answers(tools, ("made", {}), ("leave", {"hang": hang}), ("made", {}))
+    assert left.startswith("Error: leave took more than 4 s" if hang else "Error: leave raised")
     (_, pid, *_), (calls, anew, *_) = before.split(), after.split()
     assert calls == "0" and int(anew) != int(pid)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,26 @@ def test_a_resumed_program_leaves_out_what_was_done(run: Uninterrupted, tmp_path
         ppo.iterate()
         with expect_error(BadInput, value=r"turn 2 of lab.iterations\(2\) began 2 iterations"):
             next(turns)
+
+
+def test_a_resumed_program_keeps_what_it_had_saved(tmp_path: Path) -> None:
+    def program(**more: Any) -> list[int]:
+        with tiny_lab("saves", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}, **more) as lab:
+            grpo, made = wb.GRPO(lab, **OPTIONS), list[int]()
+            for number in range(3):
+                assert lab.save(tmp_path / str(number), models=False).iteration == number
+                made += grpo.run(1).index.to_list()
+            return made
+
+    assert program() == [1, 2, 3]
+    with expect_error(BadInput, value="0' holds something"):
+        program()
+    with expect_error(BadInput, value="2' holds something"):  # of another run: it is newer
+        program(resume=tmp_path / "1")
+    shutil.rmtree(tmp_path / "2")
+    assert program(resume=tmp_path / "1") == [2, 3]
+    with wb.restore(tmp_path / "1", name="other") as lab, expect_error(BadInput, value="1' holds something"):
+        lab.save(tmp_path / "1")
 
 
 def names(folder: Path) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hmac
 import json
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +225,20 @@ def test_nothing_listens_afterwards() -> None:
         assert httpx.get(f"{server.base_url}/models", headers={"Authorization": f"Bearer {api_key}"}).status_code == 200
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/compl"])
+def test_connections_that_come_as_the_server_ends_are_closed(sent: bytes) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for clients in range(1, 6):
+            server = AgentServer(Sampling())
+            with server.running():
+                address = ("127.0.0.1", int(server.base_url.split(":")[2].partition("/")[0]))
+                connections = [socket.create_connection(address, timeout=5) for _ in range(clients)]
+                for connection in connections:
+                    connection.sendall(sent)
+            for connection in connections:
+                connection.close()
+        gc.collect()
+    assert [str(one.message) for one in told] == []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ASKING_S = 60.0  # the time limit for starting a server and listing its tools
+ANSWERING_S = 5.0  # the time limit for listing them again, after a call that was cancelled
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ _open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, Connect
 
 class Connection:
     """A server that is kept running for the calls of an event loop. One task opens and closes the client, because the
-    client requires the same task for both."""
+    client requires the same task for both. cancelled: whether a call was cancelled, perhaps as the server hangs."""
+
+    cancelled = False
 
     def __init__(self, server: Server) -> None:
         self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -141,15 +144,32 @@ class Connection:
 
         try:
             return await self.client.result().call_tool(name, dict(arguments))
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
         except MCPError as error:
             if (error.code, error.message) == (CONNECTION_CLOSED, "Connection closed"):  # servers may use the code, too
                 self.lost.set()
             raise
 
+    async def check(self) -> None:
+        """After a call was cancelled, mark the connection as lost if the server answers nothing. Wait for the end of a
+        lost server, so that there are never two."""
+        if self.cancelled and not self.lost.is_set():
+            try:
+                await asyncio.wait_for(self.client.result().list_tools(cache_mode="bypass"), ANSWERING_S)
+                self.cancelled = False
+            except Exception:
+                self.lost.set()
+        if self.lost.is_set():
+            await asyncio.wait([self._task])
+
 
 async def _connected(server: Server) -> Connection:
     """Return a connection with a running server; start the server if necessary."""
     connections = _open.setdefault(asyncio.get_running_loop(), {})
+    if server in connections:
+        await connections[server].check()
     if server not in connections or connections[server].lost.is_set():
         connections[server] = Connection(server)
     await asyncio.shield(connections[server].client)

@@ -91,9 +91,12 @@ class Checkpoints:
 
         The folder appears once all of it is on the disk, or not at all. With several machines, all of them must see the
         folder. Waits for the stages under way. Raises `BadInput` where the folder is not empty or the disk has no room,
-        `StageError` where a rank cannot write; earlier checkpoints stay as they were.
+        `StageError` where a rank cannot write; earlier checkpoints stay as they were. A resumed script returns the
+        checkpoint that it had saved there before.
         """
         self._runner.check_driver()
+        if (saved := self._saved_before(real_path(path, "path"))) is not None:
+            return saved
         folder = new_or_empty(path_of(path, "path"))
 
         def left() -> tuple[str, str]:
@@ -145,6 +148,20 @@ class Checkpoints:
         automatic.note(folder, iteration)
         while len(automatic.written) > automatic.keep:
             shutil.rmtree(automatic.written.pop(0), ignore_errors=True)
+
+    def _saved_before(self, folder: Path) -> Checkpoint | None:
+        """Return the checkpoint in a folder if this script was resumed, has begun no iteration since, and saved it
+        before it was resumed."""
+        position, counters = self._position, self._runner.counters
+        start = position.checkpoint
+        if start is None or counters.iteration != start.iteration or not (folder / MANIFEST).is_file():
+            return None
+        there = read_checkpoint(folder)
+        resumed = position.passed_over or counters.iterations_to_skip
+        if not resumed or there.values["saved_s"] > start.values["saved_s"]:
+            return None
+        print(f"{str(folder)!r} was saved before this run was resumed")
+        return there
 
     # --- carrying it out ----------------------------------------------------------------------------------------------
 

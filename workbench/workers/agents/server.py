@@ -92,9 +92,9 @@ class AgentServer:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind((HOST, 0))
         self.base_url = f"http://{HOST}:{listening.getsockname()[1]}/v1"
-        loop, started = asyncio.new_event_loop(), threading.Event()
+        loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
-        async def serve(stop: asyncio.Event) -> None:
+        async def serve() -> None:
             runner = web.AppRunner(
                 self._app(web), access_log=None, handle_signals=False, shutdown_timeout=0.1, handler_cancellation=True
             )
@@ -102,14 +102,16 @@ class AgentServer:
             await web.SockSite(runner, listening).start()
             started.set()
             await stop.wait()
+            # accept no further connection, and begin those that were: asyncio does not close what is accepted meanwhile
+            loop.remove_reader(listening)
+            await asyncio.sleep(0)
             await runner.cleanup()
-            await asyncio.sleep(0)  # one more iteration of the loop, in which closed connections free their sockets
-
-        stop = asyncio.Event()
 
         def run() -> None:
             try:
-                loop.run_until_complete(serve(stop))
+                # at its end, the runner closes connections that are being accepted, and lets all free their sockets
+                with asyncio.Runner(loop_factory=lambda: loop) as running:
+                    running.run(serve())
             finally:
                 started.set()  # also if it could not start: requests then fail at once
 
@@ -122,8 +124,6 @@ class AgentServer:
             self._keys.clear()
             loop.call_soon_threadsafe(stop.set)
             thread.join(END_TIMEOUT_S)
-            if not thread.is_alive():
-                loop.close()
             listening.close()
 
     def _app(self, web: Any) -> Any:
