@@ -188,8 +188,9 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
         info = HostInfo(lab="", pool="p", rank=rank, world_size=2, device="cpu", threads=1, log_path=None)
         hosts[info.name] = Host(info, Neighbours())
         hosts[info.name].build(
-            "reader", Reader, wb.Model(TINY), layout=Layout(d=2), seed=0, tokenizer_name=TINY, folder="."
-        )
+            "reader", Reader, wb.Model(TINY), layout=Layout(d=2), seed=0, tokenizer_name=TINY, folder=".",
+            max_model_tokens=64,
+        )  # fmt: skip
         hosts[info.name].put(
             "k", to_wire({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)})
         )

@@ -181,7 +181,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     button = details.get_by_role("button", name=f"Go to cell [{number}]")
     button.focus()
     notebook.page.keyboard.press("Enter")
-    drawn.until(lambda: f"cell [{number}] is in sight" in drawn.told, "the cell is found")
+    drawn.until(lambda: f"cell [{number}] is shown" in drawn.told, "the cell is found")
     assert "wb-tl-found" in notebook.page.locator(".jp-CodeCell").nth(1).get_attribute("class")
     notebook.picture("timeline_chosen")
     drawn.key("Escape")

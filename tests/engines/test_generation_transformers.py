@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.engines import generation_cases as cases
 from tests.expected import expect_error
@@ -141,20 +142,38 @@ def test_autocast_computes_in_bf16(model, tokenizer):
     assert 1e-5 < gap < 0.1
 
 
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("deepseek_v32", "another state"), ("lfm2", "another state"), ("bart", "no position_ids")],
+)
+def test_models_whose_batches_would_be_wrong_are_refused(family, rule, tokenizer):
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 264,
+        "max_position_embeddings": 64,
+    }
+    if family == "deepseek_v32":
+        shape |= {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2}
+    if family == "lfm2":
+        shape |= {"num_hidden_layers": 1, "layer_types": ["conv"]}
+    config = AutoConfig.for_model(family, **shape, is_decoder=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with expect_error(BadInput, rule=rule):
+        TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
+
+
 def test_too_long_for_the_model(model, tokenizer):
     with expect_error(BadInput, rule="2048 positions"):
         TransformersEngine(model, tokenizer, Generation(max_model_tokens=4096), owns_model=False)
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rows_so_long_that_they_would_change_the_positions_of_others_are_refused(rope_type):
-    scaling = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
-    if rope_type == "longrope":
-        scaling |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
-    config = LlamaConfig(max_position_embeddings=256 if rope_type == "longrope" else 64, rope_parameters=scaling)
+def test_rows_so_long_that_they_would_change_the_positions_of_others_are_refused():
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = LlamaConfig(max_position_embeddings=64, rope_parameters=scaling)
     with expect_error(BadInput, rule="64 positions"):
         check_model_length(config, Generation(max_model_tokens=65))
     check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
-    if rope_type == "dynamic":
-        with expect_error(BadInput, rule="vLLM scales the positions of all rows"):
-            check_model_length(config, Generation(engine="vllm", max_model_tokens=64))
+    with expect_error(BadInput, rule="vLLM scales the positions of all rows"):
+        check_model_length(config, Generation(engine="vllm", max_model_tokens=64))

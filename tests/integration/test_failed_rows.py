@@ -354,7 +354,7 @@ def test_an_outcome_and_a_process_reward_are_added_at_the_last_token_of_the_poli
     assert sums == pytest.approx([sum(row) for row in expected(1.0, None)])
     # a row that is asked again gives what the rows that stay have
     with expect_error(
-        RewardError, value="number_of returned 4.0 for row 4 .* several a row are in .*'rewards/process'"
+        RewardError, value="number_of returned 4.0 for row 4 .* several numbers per row are in .*'rewards/process'"
     ):
         lab.reward.compute_reward(scored, function={"outcome": number_of, "process": number_of}, only=[4])
 

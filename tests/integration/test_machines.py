@@ -90,7 +90,7 @@ def on_machines(folder: str) -> dict[str, Any]:
         found["open"] = lab.diff(SPREAD).link_bytes_s
     cut = wb.Placement.of({"policy": (2, ["actor"])}, layouts={"actor": wb.Layout(t=2)})
     gpus = {"device": "cuda", "address": cluster.address}  # Ray says that there are; it is refused before one is used
-    with expect_error(BadInput, value="tensor groups of 2 GPUs, where machines have 1 of 1, 1 of 1, 1 of 1 free"):
+    with expect_error(BadInput, value="tensor groups of 2 GPUs, but machines have 1 of 1, 1 of 1, 1 of 1 free"):
         tiny_lab("cut", runs, models={"actor": TINY}, placement=cut, **gpus)
     return found
 

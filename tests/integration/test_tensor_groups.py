@@ -94,7 +94,7 @@ def test_ranks_that_are_scored_unlike_each_other_say_so(pair: wb.Workbench) -> N
         return 0.5 if prompt in first else [0.25] * tokens[prompt]
 
     with pytest.raises(
-        RewardError, match=r"returned 0.5 for row 0 on rank 0 .*several a row on another rank"
+        RewardError, match=r"returned 0.5 for row 0 on rank 0 .*several numbers per row on another rank"
     ) as caught:
         pair.reward.compute_reward(batch, function=unlike)
     assert "scored alike" in str(caught.value)

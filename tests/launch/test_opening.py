@@ -77,6 +77,20 @@ def test_ends_of_the_template_and_of_the_tokenizer_that_differ_are_said_and_both
         assert not capsys.readouterr().out
 
 
+def test_a_frozen_reward_model_without_a_trained_head_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = wb.Model(TINY, training=wb.Training(engine="torch"))
+    with tiny_lab("heads", tmp_path, models={"reward": trained, "cost": TINY}, backend="inline", prompts=None) as lab:
+        said = capsys.readouterr().out
+        assert f"the cost model {TINY} has no trained score head" in said
+        assert "the reward model" not in said
+        lab.reward.save_model(tmp_path / "judge")
+    capsys.readouterr()
+    with tiny_lab("saved", tmp_path, models={"reward": tmp_path / "judge"}, backend="inline", prompts=None):
+        assert not capsys.readouterr().out
+
+
 def test_prompts_that_leave_no_room_are_refused_before_anything_is_loaded_or_replaced(tmp_path: Path) -> None:
     CountedActor.built = 0
     changed = models(actor=wb.Model(TINY, worker=CountedActor))

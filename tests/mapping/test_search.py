@@ -362,7 +362,7 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     assert actor.own_t_g and (actor.layout.t % actor.own_t_g or actor.layout.p * actor.layout.t == 1)
     assert ("relayout" in {call.name for call in actor.calls}) == (actor.layout.p * actor.layout.t > 1)
     several = next(plan for plan in by_call if any(r.inference for one in plan.sets for r in one.roles))
-    with expect_error(BadInput, rule="have several layouts, a placement one"):
+    with expect_error(BadInput, rule="have several layouts, a placement has one"):
         assert several.placement
     coarse = search(four("llama-7b"), devices=16, granularity=4)
     assert not coarse.exact

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
+from workbench.engines.generation.base import check_model_length
+from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs, TokenValues
+from workbench.models.loading import load_causal_lm
 from workbench.models.packing import NAME, Pack, packed_attention, use_packing
+from workbench.settings.engines import Generation
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -131,6 +137,26 @@ def test_a_model_with_attention_of_its_own_is_padded(monkeypatch: pytest.MonkeyP
     expected = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
     alone = torch.log_softmax(expected, -1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(head(**given, targets=targets)[0], alone, rtol=0, atol=1e-4)
+
+
+def test_a_model_without_sdpa_is_padded(tmp_path: Path) -> None:
+    """Its attention has sinks, which no pack reads."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    shape: dict[str, Any] = SHAPE | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = GptOssConfig(**shape, pad_token_id=0, eos_token_id=1)
+    config.layer_types = ["sliding_attention", "full_attention"]
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    causal, given = load_causal_lm(tmp_path), packed_inputs()
+    head = TokenLogProbs(causal)
+    assert head.describe().startswith("padded: GptOssForCausalLM cannot run packs: ")
+    logits = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
+    targets = given["input_ids"].roll(-1)
+    alone = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(head(**given, targets=targets)[0], alone, rtol=0, atol=1e-4)
+    check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
+    with expect_error(BadInput, rule="vLLM does not reload its experts"):
+        check_model_length(config, Generation(engine="vllm", max_model_tokens=64))
 
 
 def test_layers_that_are_no_attention_are_padded() -> None:

@@ -228,7 +228,7 @@ def test_a_function_that_is_decorated_and_what_it_reads(
         cell("CELL_SCALE = 3.0\ndef cell_score(prompt, response, **row):\n    return CELL_SCALE")
         capsys.readouterr()
         lab.reward.compute_reward(batch)
-        assert "cell_score was defined again: the reward role" in capsys.readouterr().out
+        assert "cell_score was defined again: the reward role still runs the old code" in capsys.readouterr().out
 
 
 def test_a_function_of_an_algorithm_is_assigned_anew(
@@ -264,10 +264,10 @@ def test_functions_without_a_name_of_their_own(
         bind(2.0)
         grpo.reward = bind(3.0)
         grpo.iterate()
-        assert "cell_score: defined again, and the reward role goes on" in capsys.readouterr().out
+        assert "cell_score was defined again: the reward role still runs the old code" in capsys.readouterr().out
         bind(4.0)
         assert {grpo.iterate()["compute_reward/rewards/mean"] for _ in range(2)} == {3.0}
-        said = "cell_score: defined again, and GRPO.reward is the one of before; assign it: grpo.reward = cell_score"
+        said = "cell_score was defined again: GRPO.reward is still the old one; assign it: grpo.reward = cell_score"
         assert capsys.readouterr().out.count(said) == 1
         cell("import math\ncell_score = math.sqrt\ndef cell_get():\n    return cell_score")  # another use of the name
         grpo.iterate()

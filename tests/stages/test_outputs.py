@@ -42,7 +42,7 @@ def made(column: Callable[[int], Any], **more: Callable[[int], Any]) -> Callable
 
 # what rank 0 and rank 1 return (None: the same), and what of it the error names
 WRONG: list[tuple[Any, Any, str]] = [
-    (scores, made(lambda n: torch.zeros(n + 1)), r"failed on rank 1: column 'score' has 3 rows.* given 2"),
+    (scores, made(lambda n: torch.zeros(n + 1)), r"failed on rank 1: column 'score' has 3 rows.*got 2 rows"),
     (made(lambda n: Ragged(torch.zeros(4), torch.tensor([2, 2, 0]))), scores, "rank 0: column 'score' has 3 rows"),
     (made(np.zeros), None, r"rank 0, 1: column 'score' is a ndarray.*torch\.from_numpy"),
     (made(lambda n: torch.tensor(1.0)), None, "rank 0, 1: column 'score' is a .*without axes"),

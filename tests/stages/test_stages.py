@@ -127,7 +127,7 @@ def test_an_interrupt_of_what_a_call_checks_says_that_nothing_was_done(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(owner, step, pressed)
-    with expect_error(StageInterrupted, rule="as before the stage" if owner is GroupOperation else "as it was"):
+    with expect_error(StageInterrupted, rule="as before the stage" if owner is GroupOperation else "unchanged"):
         call(batch, max_new_tokens=6) if owner is GroupOperation else lab.move(wb.Placement.colocate(devices=1))
 
 

@@ -86,7 +86,7 @@ def context_here(folder: str = ".") -> Context:
     return Context(
         host=host, layout=Layout(p=1, t=1, d=size), communicator=Communicator(rank, size, recorder), recorder=recorder,
         progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder=folder,
-        exchange=WeightExchange(host.name, recorder, lambda host, method, *args: None),
+        max_model_tokens=64, exchange=WeightExchange(host.name, recorder, lambda host, method, *args: None),
     )  # fmt: skip
 
 

@@ -72,7 +72,10 @@ def begin_loading(
     roles: by pool, the roles to load; None: all. beside: the pools whose hosts keep roles that these will replace.
     """
     lead = description.models[description.lead]
-    options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
+    options = {
+        "seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd()),
+        "max_model_tokens": description.max_model_tokens,
+    }  # fmt: skip
     loading, rooms = [], description.rooms()
     for pool in description.placement.pools:
         # advantages are computed where the lead role is

@@ -157,6 +157,11 @@ class Description:
         return None if generating is None else generating.generation
 
     @property
+    def max_model_tokens(self) -> int:
+        """The tokens of the longest sequence, for all roles."""
+        return int((self.generation or self.defaults["generation"]).max_model_tokens)
+
+    @property
     def actor_is_reference(self) -> bool:
         """Whether the reference is the actor without its adapter: it has one, and no reference is declared."""
         actor = self.models.get("actor")

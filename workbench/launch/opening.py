@@ -32,7 +32,9 @@ from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments
 from workbench.launch.arguments import overridable
+from workbench.models import resolve
 from workbench.models.chat_format import template_warnings
+from workbench.models.heads import saved_head
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.checkpoint import Checkpoint, find_checkpoint
@@ -111,6 +113,14 @@ def say_at_opening(lab: Workbench) -> None:
     for role, model in description.models.items():
         if model.trained and model.training is not None and (doubt := model.training.learning_rate_warning(role)):
             print(doubt)
+        if role in ("reward", "cost") and not model.trained and description.is_ours(role):
+            assert model.name is not None
+            if saved_head(resolve(model.name)) is None:
+                print(
+                    f"the {role} model {model} has no trained score head, and is not trained here: its scores are "
+                    "noise. Name a model with a trained head, give a function, or train the head, with "
+                    f"models={{{role!r}: wb.Model({str(model.name)!r}, training=wb.Training())}}"
+                )
     if in_notebook() and description.backend == "ray":
         name = lab.name
         print(f"{name} outlives this kernel (wb.attach({name!r})), until lab.close() or `wb stop {name}`")

@@ -313,13 +313,15 @@ def load_token_values(
     device: torch.device | str = "cpu",
     seed: int = 0,
     init: HeadInit = "zero",
+    longest: int = 0,
 ) -> TokenValues:
     """Load a `TokenValues` from a model name or folder, with its saved scalar head, else one from `init` and `seed`.
+    longest: see `load_config`.
 
     Raises `ModelUnavailable` if there is no such model, `BadInput` if its head gives more than one score.
     """
     folder = resolve(path)
-    backbone = load_backbone(folder, dtype=dtype, device=device)
+    backbone = load_backbone(folder, dtype=dtype, device=device, longest=longest)
     module = TokenValues(backbone, backbone.config.get_text_config().hidden_size, init=init, seed=seed)
     saved = saved_head(folder)
     if saved is not None:

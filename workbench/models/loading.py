@@ -25,10 +25,20 @@ if TYPE_CHECKING:
 SAVED_HEADS = ("score", "value_head", "v_head.summary")
 
 
-def load_config(name: str | Path) -> PreTrainedConfig:
+def load_config(name: str | Path, longest: int = 0) -> PreTrainedConfig:
     """Load the model's configuration with every dropout at zero: in RL, dropout would distort probability ratios. A
-    router's logits, which only its auxiliary loss needs, are not asked for: no update has that loss."""
+    router's logits, which only its auxiliary loss needs, are not asked for: no update has that loss.
+
+    longest: the tokens of the longest sequence. It decides between the short and the long factors of "longrope" for all
+    sequences; transformers would decide at each call, by its longest row, so that rows would depend on each other.
+    """
     config = _configuration(resolve(name))
+    rope = rope_of(config)
+    if rope.get("rope_type") == "longrope":
+        kind = "long" if longest > rope["original_max_position_embeddings"] else "short"
+        for what in ("factor", "mscale"):  # the families of Phi-3 and of Phi-3.5-MoE
+            if f"{kind}_{what}" in rope:
+                rope[f"long_{what}"] = rope[f"short_{what}"] = rope[f"{kind}_{what}"]
     for key, value in config.to_dict().items():
         if key == "output_router_logits":
             config.output_router_logits = False
@@ -71,17 +81,18 @@ class Limits:
     context: int | None = None
 
     @classmethod
-    def of(cls, name: str | Path) -> Limits:
-        """Return the limits of a model by name or folder, from its configuration."""
+    def of(cls, name: str | Path, longest: int = 0) -> Limits:
+        """Return the limits of a model by name or folder, from its configuration. longest: see `load_config`."""
         config = load_config(name)
-        return cls(vocabulary=int(config.get_text_config().vocab_size), context=longest_sequence(config))
+        return cls(vocabulary=int(config.get_text_config().vocab_size), context=longest_sequence(config, longest))
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Return the number of positions a model supports, with its rotary embedding's scaling; None: no limit.
+def longest_sequence(config: Any, longest: int | None = None) -> int | None:
+    """Return the number of positions a model supports, with its rotary embedding's scaling; None: no limit. longest:
+    with which the model is loaded, see `load_config`; None: any.
 
-    "dynamic" and "longrope" scale all rows of a call once one of them is longer than the original positions, so that a
-    row's numbers would depend on the other rows: only the original positions count.
+    "dynamic" scales all rows of a call once one of them is longer than the original positions, so that a row's numbers
+    would depend on the other rows: only the original positions count.
     """
     text = config.get_text_config()
     positions: int | None = getattr(text, "max_position_embeddings", None)
@@ -89,7 +100,9 @@ def longest_sequence(config: Any) -> int | None:
     if positions is None or rope.get("rope_type") not in ("linear", "longrope", "yarn"):
         return positions
     before: int = rope.get("original_max_position_embeddings") or positions
-    return before if rope["rope_type"] == "longrope" else max(positions, int(before * (rope.get("factor") or 1)))
+    if rope["rope_type"] == "longrope":
+        return positions if longest is None or longest > before else before
+    return max(positions, int(before * (rope.get("factor") or 1)))
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -99,9 +112,9 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 
 def load_causal_lm(
-    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", longest: int = 0
 ) -> PreTrainedModel:
-    """Load the model with its output head, in evaluation mode.
+    """Load the model with its output head, in evaluation mode. longest: see `load_config`.
 
     Raises `ModelUnavailable`, or `BadInput` for a checkpoint that lacks weights (transformers would fill them with
     random numbers) or has additional weights (transformers would ignore them). Weights may be privately mapped from the
@@ -109,28 +122,27 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, name, dtype, device)
+    return _load(AutoModelForCausalLM, name, dtype, device, longest)
 
 
 def load_backbone(
-    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", longest: int = 0
 ) -> PreTrainedModel:
     """Load the model without a head: it gives `last_hidden_state` [rows, tokens, hidden]. See `load_causal_lm`."""
     from transformers import AutoModel
 
-    return _load(AutoModel, name, dtype, device)
+    return _load(AutoModel, name, dtype, device, longest)
 
 
-def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device | str, longest: int) -> PreTrainedModel:
     folder = resolve(name)
-    config = load_config(folder)
+    config = load_config(folder, longest)
     with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
         try:
             model, report = auto.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
                 trust_remote_code=False,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,7 +45,8 @@ class Pack:
     lengths: S numbers. boundaries: int32 [S + 1], from 0 to T. position_ids: int64 [1, T], from 0 in each sequence, or
     from the end of the sequence that it continues. key_lengths, key_boundaries: the same for the keys of each
     sequence: first the tokens of the sequence that it continues, then its own. key_indices: int64 [sum of key_lengths],
-    the index of each key among the T tokens; None: each sequence attends only to itself.
+    the index of each key among the T tokens; None: each sequence attends only to itself. windows: the sliding windows
+    with which layers have run the pack; None for layers without one.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +55,7 @@ class Pack:
     key_lengths: tuple[int, ...]
     key_boundaries: Tensor
     key_indices: Tensor | None
+    windows: set[int | None] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, after: Sequence[int] = ()) -> Pack:
@@ -111,6 +113,7 @@ def use_packing(model: PreTrainedModel) -> str | None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     family, before = type(model).__name__, model.config._attn_implementation
     config = model.config.get_text_config()
@@ -119,7 +122,8 @@ def use_packing(model: PreTrainedModel) -> str | None:
         return f"{family} has layers of {', '.join(sorted(unlike)) or 'chunked_attention'}"
     if not model._can_set_attn_implementation():
         return f"the attention of {family} cannot be replaced"
-    AttentionInterface.register(NAME, packed_attention)
+    if NAME not in ALL_ATTENTION_FUNCTIONS:  # `compile_layers` registers it in another form
+        AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without a pack
     model.set_attn_implementation(NAME)
     why = tried_once("packing", model, _why_no_packs)
@@ -143,29 +147,15 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
 
 
 def _why_no_packs(model: PreTrainedModel) -> str | None:
-    from transformers import AttentionInterface
-
-    family, windows = type(model).__name__, set[int | None]()
-
-    def noting(*given: Any, sliding_window: int | None = None, **more: Any) -> tuple[Tensor, None]:
-        windows.add(sliding_window)
-        return packed_attention(*given, sliding_window=sliding_window, **more)
-
-    AttentionInterface.register(NAME, noting)
+    family, pack = type(model).__name__, Pack.of((7, 5, 4), model.device, (-1, -1, 0))
+    # engines also run fp32 weights in bf16, under autocast; the GPU kernel for bf16 refuses some head sizes
+    also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
     try:
-        # engines also run fp32 weights in bf16, under autocast; the GPU kernel for bf16 refuses some head sizes
-        also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
         dtypes = (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
-        errors = {dtype: _error_of_a_pack(model, dtype) for dtype in dtypes}
+        errors = {dtype: _error_of_a_pack(model, pack, dtype) for dtype in dtypes}
     except Exception as refusal:
         return f"{family} cannot run packs: {refusal}"
-    finally:
-        AttentionInterface.register(NAME, packed_attention)
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window, longest = getattr(config, "sliding_window", None), longest_sequence(config)
-    reached = window and "sliding_attention" in layers and (longest is None or window < longest)
-    if reached and not any(windows):
+    if _has_windows(model.config.get_text_config()) and not any(pack.windows):
         return f"{family} has its sliding window only in the mask"
     # these bounds allow for rounding; a sequence that attends to another has an error of about 1
     if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
@@ -173,9 +163,17 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
     return f"{family} gives other results in a pack"
 
 
+def _has_windows(config: Any) -> bool:
+    """Whether some layers have a sliding window that is shorter than the model's longest sequence."""
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window, longest = getattr(config, "sliding_window", None), longest_sequence(config)
+    return bool(window and "sliding_attention" in layers and (longest is None or window < longest))
+
+
 @torch.no_grad()
-def _error_of_a_pack(model: PreTrainedModel, dtype: torch.dtype) -> float:
-    """Return the relative error of packed sequences against the same sequences alone, with the model run in `dtype`."""
+def _error_of_a_pack(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> float:
+    """Return the relative error of packed sequences against the same sequences alone, with the model run in `dtype`.
+    pack: the trial's, see `_why_no_packs`."""
     tokens = torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size
     backbone = model.base_model
 
@@ -184,7 +182,7 @@ def _error_of_a_pack(model: PreTrainedModel, dtype: torch.dtype) -> float:
         return float((packed - given).norm() / given.norm())
 
     with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype, cache_enabled=False):
-        packed = run_packed(backbone, tokens, Pack.of((7, 5, 4), tokens.device, (-1, -1, 0))).float()
+        packed = run_packed(backbone, tokens, pack).float()
         continued = torch.cat([tokens[:7], tokens[12:]])
         return max(error(packed[7:12], tokens[7:12]), error(packed[12:], continued))
 
@@ -212,6 +210,7 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
     if unknown := [name for name in UNKNOWN_TO_US if more.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    pack.windows.add(sliding_window)
     # T as the first axis, because sequences are slices along it
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if pack.key_indices is not None:

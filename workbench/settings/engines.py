@@ -48,7 +48,8 @@ class Generation:
         replica; "full": over all ranks (with ZeRO-3, so does "v").
     sync: "delta": a weight sync between processes sends the exact changes since the last sync, for which both ends keep
         a copy of the weights; "whole": all weights; "auto": the faster way, after three syncs each.
-    max_model_tokens: longest prompt + response.
+    max_model_tokens: longest prompt + response. Of a model with "longrope" positions (Phi-3, Phi-4-mini), all roles
+        take the long factors if it is more than the model's original positions, else the short ones.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory for weights and cache, kept between rollouts unless `wb.open(share_memory=True)` lends it to others.
         None: the cache takes what the placement leaves, at most the bytes of max_rows rows of max_model_tokens tokens.

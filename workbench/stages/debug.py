@@ -210,7 +210,8 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
             host = backend.host(info.name)
             host.build(
                 role, worker_class, spec, layout=Layout(), seed=description.seed, tokenizer_name=str(lead.name),
-                folder=str(Path.cwd()), room=description.rooms().get(role) if kind == "cuda" else None,
+                folder=str(Path.cwd()), max_model_tokens=description.max_model_tokens,
+                room=description.rooms().get(role) if kind == "cuda" else None,
             )  # fmt: skip
             if role != "numeric" and spec.name is not None:
                 _take_state(runner, role, host)

@@ -120,7 +120,8 @@ class Host(Shards):
 
     def build(self, role: str, worker_class: type[Worker], spec: Model, *, replaces: bool = False, **more: Any) -> None:
         """Load a role's model and engines. replaces: build beside the live roles, to replace one of them at
-        `replace_roles`. more: `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
+        `replace_roles`. more: `layout`, `seed`, `tokenizer_name`, `folder`, `max_model_tokens` and `room` of its
+        `Context`."""
         info = self.info
         context = Context(
             host=info,

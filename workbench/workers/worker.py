@@ -36,10 +36,11 @@ class Context:
     pool. progress(done, total, tokens): called between micro-batches, for the controller's progress line. stopping: a
     worker calls `stopping.point()` between two units of work, such as micro-batches, where all ranks are at the same
     line: an interrupt stops the stage there. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
-    tokens. folder: relative paths start here: the working folder of the kernel that opened the workbench. exchange: the
-    weights that roles publish and take from each other. replaces_live: whether the worker is built beside the one
-    that it replaces, see `Worker.begin`. room: the memory that the placement leaves on the role's GPUs, which decides
-    automatic sizes; None on a CPU. calls: runs the user's functions, in a process of the role's own.
+    tokens. max_model_tokens: of the engine that generates, for all roles. folder: relative paths start here: the
+    working folder of the kernel that opened the workbench. exchange: the weights that roles publish and take from each
+    other. replaces_live: whether the worker is built beside the one that it replaces, see `Worker.begin`. room: the
+    memory that the placement leaves on the role's GPUs, which decides automatic sizes; None on a CPU. calls: runs the
+    user's functions, in a process of the role's own.
     """
 
     host: HostInfo
@@ -50,6 +51,7 @@ class Context:
     seed: int
     tokenizer_name: str
     folder: str
+    max_model_tokens: int
     exchange: WeightExchange
     replaces_live: bool = False
     room: Room | None = None
@@ -110,7 +112,7 @@ class Worker:
         """The model's limits of length and token ids; without a model no limit of length, and the tokenizer's ids."""
         if self.spec.name is None:
             return replace(Limits.of(self.context.tokenizer_name), context=None)
-        return Limits.of(self.spec.name)
+        return Limits.of(self.spec.name, self.context.max_model_tokens)
 
     @property
     def uses_device(self) -> bool:

@@ -63,7 +63,7 @@ def make_generation_engine(
     from workbench.models.loading import load_causal_lm
     from workbench.models.logits import compute_in_float32
 
-    model = load_causal_lm(name, dtype=dtype, device=device)
+    model = load_causal_lm(name, dtype=dtype, device=device, longest=settings.max_model_tokens)
     if float32_head:
         compute_in_float32(model)
     if lora is not None:

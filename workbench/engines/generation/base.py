@@ -51,20 +51,27 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> No
 
 
 def check_model_length(config: Any, settings: Generation, model: str = "the model") -> None:
-    """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
+    """Raise `BadInput` for a model with fewer positions than `settings.max_model_tokens`, or that vLLM would compute
+    differently."""
     positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
-        scaling = rope_of(config).get("rope_type")
-        more = f"; beyond them its {scaling!r} position scaling makes rows depend on each other"
+        scaled = rope_of(config).get("rope_type") == "dynamic"
+        more = "; beyond them its 'dynamic' position scaling makes rows depend on each other" if scaled else ""
         raise BadInput(
             f"Generation.max_model_tokens={settings.max_model_tokens}",
-            f"{model} was built for {positions} positions{more if scaling in ('dynamic', 'longrope') else ''}",
+            f"{model} was built for {positions} positions{more}",
             f"give max_model_tokens={positions} or less",
         )
     if settings.engine == "vllm" and rope_of(config).get("rope_type") == "dynamic" and not rope_of(config).get("alpha"):
         raise BadInput(
             f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
             "vLLM scales the positions of all rows, transformers only those of rows longer than the original limit",
+            "use engine='transformers'",
+        )
+    if settings.engine == "vllm" and config.model_type == "gpt_oss":
+        raise BadInput(
+            f"Generation.engine='vllm' for {model}, a gpt_oss",
+            "vLLM does not reload its experts, so that a weight sync would leave them as they were",
             "use engine='transformers'",
         )
 

@@ -49,6 +49,7 @@ from workbench.engines.generation.base import (
 from workbench.engines.host_memory import HostMemory
 from workbench.errors import BadInput, SyncError
 from workbench.models.lora import adapter_names
+from workbench.models.packing import LAYER_TYPES
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -178,7 +179,6 @@ class TransformersDecoding(Decoding):
         self._greedy, self._keeps_sets = sampling.temperature == 0, sampling.keeps_mask
         takes = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._takes_positions = "position_ids" in takes
         self._waiting: list[tuple[int, int, _Row]] = []  # a heap: shortest prompts first, of equal ones the first added
         self._added = 0
         self._rows: list[_Row] = []  # of the batch
@@ -237,13 +237,12 @@ class TransformersDecoding(Decoding):
         return logits
 
     def _forward(self, ids_BT: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
-        options: dict[str, Any] = dict(self._options)
-        if self._takes_positions:
-            options["position_ids"] = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        position_ids = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         with self._autocast():
             out = self._model(
-                input_ids=ids_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=True, **options
-            )
+                input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_ids, past_key_values=cache,
+                use_cache=True, **self._options,
+            )  # fmt: skip
         logits_BV: Tensor = out.logits[:, -1]
         return logits_BV
 
@@ -322,11 +321,18 @@ class TransformersEngine(GenerationEngine):
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         check_model_length(model.config, settings)
-        if getattr(model, "_is_stateful", False):
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if getattr(model, "_is_stateful", False) or layers - LAYER_TYPES - {"chunked_attention"}:
             raise BadInput(
                 f"a model of type {model.config.model_type} with Generation(engine='transformers')",
                 "rows join and leave a batch with their keys and values, but layers of this model keep another state",
                 "use Generation(engine='vllm')",
+            )
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise BadInput(
+                f"a model of type {model.config.model_type} with Generation(engine='transformers')",
+                "rows are padded at their beginnings, and it takes no position_ids: it would count the padding",
+                "use a model whose forward takes position_ids",
             )
         self._model: Any = model
         self._tokenizer, self._settings = tokenizer, settings

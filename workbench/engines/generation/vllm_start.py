@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.errors import BadInput
+from workbench.models.loading import load_config, rope_of
 from workbench.models.lora import LoRA
 from workbench.models.resolve import quiet_transformers
 from workbench.placement.memory import STEP_TOKENS
@@ -196,6 +197,10 @@ def start_engine(
         raise BadInput("a second vLLM engine", "a process can have only one at a time", "close() the first one")
     on_cpu = device.type == "cpu"
     rows, longest = settings.rows_at_once(on_gpu=not on_cpu), settings.max_model_tokens + 1
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "float32" else {}
+    rope = rope_of(load_config(model_path, settings.max_model_tokens))
+    if rope.get("rope_type") == "longrope":  # vLLM would choose the factors by max_model_len
+        overrides["rope_parameters"] = rope
     arguments = EngineArgs(
         model=str(model_path),
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
@@ -215,7 +220,7 @@ def start_engine(
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
         gpu_memory_utilization=UNKNOWN_MODEL_SHARE if on_cpu else _gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
-        hf_overrides={"head_dtype": "float32"} if settings.head_dtype == "float32" else {},
+        hf_overrides=overrides,
         max_logprobs=-1,  # a sampling mask asks for as many as its top_k
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,

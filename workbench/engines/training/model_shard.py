@@ -119,11 +119,12 @@ def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, fam
         error = ((cut.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
     low = cut is not None and torch.bfloat16 in (cut.dtype, whole.dtype)
     # rounding errors are below these limits; a layer that is left out or computed twice gives about 1
-    wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
-    if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
+    found = torch.tensor([float(not error <= (0.15 if low else 1e-3)), float(error)])
+    wrong, worst = groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(found)).tolist()
+    if wrong:
         raise BadInput(
             f"{family} over p={groups.layout.p} stages and t={groups.layout.t} tensor ranks",
-            f"sliced over these ranks, the model computes something else (relative error {float(error):.2g})",
+            f"sliced over these ranks, the model computes something else (relative error {worst:.2g})",
             "use a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
         )
 

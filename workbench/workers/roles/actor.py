@@ -177,7 +177,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.loading_device(spec.training))
+        device, longest = context.loading_device(spec.training), context.max_model_tokens
+        model = load_causal_lm(spec.name, dtype=torch.float32, device=device, longest=longest)
         if spec.adapter is not None:
             add_lora(model, spec.adapter, spec.seed)
         super().__init__(spec, context, model)

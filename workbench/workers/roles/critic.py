@@ -76,7 +76,7 @@ class CriticWorker(TrainedWorker):
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
         module = load_token_values(
-            spec.name, dtype=torch.float32, device=context.loading_device(spec.training), seed=spec.seed, init="zero"
+            spec.name, torch.float32, context.loading_device(spec.training), spec.seed, longest=context.max_model_tokens
         )
         super().__init__(spec, context, module)
 

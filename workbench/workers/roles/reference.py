@@ -212,7 +212,8 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
-        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device(None))
+        device, longest = context.loading_device(None), context.max_model_tokens
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=device, longest=longest)
         super().__init__(spec, context)
         self.hold(log_probs_of(model, spec), trained=False)
 

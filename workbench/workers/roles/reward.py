@@ -68,7 +68,7 @@ class RewardWorker(ModelWorker):
             assert spec.dtype is not None
             dtype = torch.float32 if spec.trained else getattr(torch, spec.dtype)
             module = load_token_values(
-                spec.name, dtype=dtype, device=context.loading_device(spec.training), seed=spec.seed, init="normal"
+                spec.name, dtype, context.loading_device(spec.training), spec.seed, "normal", context.max_model_tokens
             )
             self.hold(module, trained=spec.trained)
         if spec.function is not None:
