@@ -60,7 +60,7 @@ def test_roles_are_attributes_and_complete_with_tab(tmp_path: Path) -> None:
 NOT_ASSIGNED: list[tuple[str, Any, str]] = [
     ("prompts", ["a"], r"lab\.prompts = \['a'\].*wb\.open\(\.\.\., prompts=source\).*lab\.evaluate"),
     ("training", 5, r"lab\.training = 5.*lab\.actor\.training"),
-    ("foo", 5, r"lab\.foo = 5.*no stage would read it.*in a variable"),
+    ("foo", 5, r"lab\.foo = 5.*no stage would read it.*in variables"),
     ("promts", ["a"], r"lab\.promts = .*prompts"),
     ("actor", 5, r"lab\.actor = 5.*models="),
     ("move", 5, r"lab\.move = 5"),

@@ -22,21 +22,8 @@ from workbench_widgets.timeline import TimelineView
 from workbench_widgets.traffic import TrafficView
 from workbench_widgets.view import Still, View
 
-# in the order of their tabs
-VIEWS: dict[str, type[View]] = {
-    view.name: view
-    for view in (
-        Stepper,
-        PlacementEditor,
-        TimelineView,
-        TrafficView,
-        Samples,
-        ConversationView,
-        Metrics,
-        Memory,
-        Checks,
-    )
-}
+_TABS = (Stepper, PlacementEditor, TimelineView, TrafficView, Samples, ConversationView, Metrics, Memory, Checks)
+VIEWS: dict[str, type[View]] = {view.name: view for view in _TABS}
 OTHERS: dict[str, type[View]] = {Strip.name: Strip}  # no tabs of a panel with all views
 
 _made: WeakKeyDictionary[Any, tuple[Driver, dict[tuple[str, ...], Panel]]] = WeakKeyDictionary()

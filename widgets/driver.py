@@ -143,8 +143,7 @@ class Pace:
         """Record the processor time of a drawing in this round."""
         with self._lock:
             self._spent_s += processor_s
-            rest_s = min(max(REST * self._spent_s, LEAST_REST_S), MOST_REST_S)
-            self._rest_until_s = self._began_s + rest_s
+            self._rest_until_s = self._began_s + min(max(REST * self._spent_s, LEAST_REST_S), MOST_REST_S)
 
 
 class Pulse:

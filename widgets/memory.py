@@ -112,8 +112,7 @@ class Memory(Charts):
         """Whether hosts should be asked again."""
         if time.time() - self._asked_s < EVERY_S or (self._asking is not None and self._asking.is_alive()):
             return False
-        running = any(run.state == "running" for run in self.lab.open_runs())
-        return running or self._activity() != self._asked_at
+        return any(run.state == "running" for run in self.lab.open_runs()) or self._activity() != self._asked_at
 
     def _ask(self) -> None:
         self._asked_s, self._asked_at = time.time(), self._activity()

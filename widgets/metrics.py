@@ -112,8 +112,7 @@ class Metrics(Charts):
             points = run.by_name.get((stage, metric), Points())
             if not points.values and not points.aside_values:
                 continue
-            stroke = STROKES[number % len(STROKES)]
-            common: dict[str, Any] = {"stroke": stroke, "source": source}
+            common: dict[str, Any] = {"stroke": STROKES[number % len(STROKES)], "source": source}
             name = source or self.lab.name
             if self.smoothing:
                 curves.append(Curve(name="as measured", x=points.iterations, y=points.values, kind="faint", **common))
@@ -144,16 +143,13 @@ class Metrics(Charts):
             f"<output>{self.smoothing:.2f}</output></label>"
         )
         wanted = self._last() if self.iteration is None else self.iteration
-        looked = button(f"Samples of iteration {wanted}", "samples", off="" if wanted else "there is no iteration yet")
-        return "".join(
-            [
-                slider,
-                choice("y axis", "y", (LINEAR, LOG), self.y),
-                entry("iteration", "iteration", wanted, kind="number", size=5),
-                looked,
-                self._choice_of_metrics(),
-                self._choice_of_runs(),
-            ]
+        return (
+            slider
+            + choice("y axis", "y", (LINEAR, LOG), self.y)
+            + entry("iteration", "iteration", wanted, kind="number", size=5)
+            + button(f"Samples of iteration {wanted}", "samples", off="" if wanted else "there is no iteration yet")
+            + self._choice_of_metrics()
+            + self._choice_of_runs()
         )
 
     def _choice_of_metrics(self) -> str:

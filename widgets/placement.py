@@ -188,16 +188,12 @@ class PlacementEditor(View):
         elif isinstance(answer, str) or answer.fits is False:
             off = "this change is not possible: see below"
         back = self._before[-1] if self._before else None
-        return "".join(
-            [
-                button("Apply", "apply", drives=True, off=off, title="move the live models to the draft"),
-                button("Discard draft", "discard", off="" if draft is not None else "there is no draft"),
-                button(
-                    f"Undo ({len(self._before)})" if back else "Undo", "undo", drives=True,
-                    off="" if back else "this view has moved nothing", title=f"move back to {back}",
-                ),
-            ]
-        )  # fmt: skip
+        undo, none = f"Undo ({len(self._before)})" if back else "Undo", "" if back else "this view has moved nothing"
+        return (
+            button("Apply", "apply", drives=True, off=off, title="move the live models to the draft")
+            + button("Discard draft", "discard", off="" if draft is not None else "there is no draft")
+            + button(undo, "undo", drives=True, off=none, title=f"move back to {back}")
+        )
 
     def payload(self) -> tuple[dict[str, Any], list[bytes]]:
         if not self._moving:
@@ -429,7 +425,7 @@ def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> 
         )
         rows.append(row | ({"": Markup(take)} if controls else {}))
     caption = (
-        "named placements, and the quickest; one ahead: for run(n, staleness=1); iteration: its time, predicted by "
+        "named placements, and the quickest; one ahead: for run(n, staleness=1); iteration: its time, predicted from "
         "calls timed here; moves and time: what would move from the live placement, and how long"
     )
     suggest, does = "", ""

@@ -146,14 +146,12 @@ class Samples(View):
         told = {name: f"{name}, iteration {self.lab.store.iteration(name)}" for name in names}
         newest = f"newest ({'follows' if self.batch else now})"
         others = {name: words for name, words in told.items() if name != now}
-        return "".join(
-            [
-                choice("batch", "batch", {"": newest, **told}, self.batch),
-                entry("rows where", "where", self.where, kind="search", size=13),
-                entry("with text", "search", self.search, kind="search", size=7),
-                choice("colour by", "colour", colours, colour),
-                choice("beside", "beside", {"": "nothing", **others}, self.beside),
-            ]
+        return (
+            choice("batch", "batch", {"": newest, **told}, self.batch)
+            + entry("rows where", "where", self.where, kind="search", size=13)
+            + entry("with text", "search", self.search, kind="search", size=7)
+            + choice("colour by", "colour", colours, colour)
+            + choice("beside", "beside", {"": "nothing", **others}, self.beside)
         )
 
     def html(self, *, live: bool) -> str:

@@ -63,13 +63,7 @@ _LABELS = {"once": "This step", "lasting": "From now on"}
 
 
 def _row(
-    stage: str,
-    name: str,
-    value: Any,
-    default: Any,
-    source: str,
-    ways: tuple[str, ...],
-    in_effect: str = "",
+    stage: str, name: str, value: Any, default: Any, source: str, ways: tuple[str, ...], in_effect: str = ""
 ) -> str:
     shown = text_of(value)
     field, buttons = escape(shown if shown is not None else f"{getattr(value, '__name__', value)!s:.60}"), ""
@@ -133,8 +127,7 @@ def change(algorithm: Any, lab: Any, stage: str, argument: str, text: str, *, on
             setattr(lab.groups[role].training, field, value)
             return f"lab.{role}.training.{field} is {shown(value)} from the next update on"
         algorithm.change_argument(stage, argument, value, once=once)
-    when = "in its next run" if once else "from now on"
-    return f"{argument} of {stage} is {shown(value)} {when}"
+    return f"{argument} of {stage} is {shown(value)} {'in its next run' if once else 'from now on'}"
 
 
 def times(record: Any, spans: Any) -> str:

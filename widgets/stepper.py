@@ -107,8 +107,7 @@ class Stepper(View):
     # --- what it shows ------------------------------------------------------------------------------------------------
 
     def depends_on(self) -> Hashable:
-        records = self._calls()
-        runs = tuple((r.run, r.state, r.done_units) for r in records)
+        runs = tuple((r.run, r.state, r.done_units) for r in self._calls())
         made, changes = tuple(self._made()), self.lab.runner.live.count
         return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), changes
 
@@ -120,15 +119,13 @@ class Stepper(View):
             names[type(algorithm).__name__] = type(algorithm).__name__
         chosen = BY_HAND if algorithm is None else type(algorithm).__name__
         next_stage = "" if algorithm is None else f": {algorithm.next_stage}"
-        return "".join(
-            [
-                choice("algorithm", "choose_algorithm", names, chosen),
-                button(f"Step{next_stage}", "step", drives=True, off=none, title="run the next stage"),
-                button("Iterate", "iterate", drives=True, off=none, title="run the rest of this iteration"),
-                button("Run", "run", drives=True, off=none, title="run iterations, with overlap"),
-                entry("iterations", "iterations", self.iterations, kind="number", size=4),
-                button("Give up iteration", "restart", drives=True, off=none, title="the next step begins another"),
-            ]
+        return (
+            choice("algorithm", "choose_algorithm", names, chosen)
+            + button(f"Step{next_stage}", "step", drives=True, off=none, title="run the next stage")
+            + button("Iterate", "iterate", drives=True, off=none, title="run the rest of this iteration")
+            + button("Run", "run", drives=True, off=none, title="run iterations, with overlap")
+            + entry("iterations", "iterations", self.iterations, kind="number", size=4)
+            + button("Give up iteration", "restart", drives=True, off=none, title="the next step begins another")
         )
 
     def html(self, *, live: bool) -> str:
@@ -305,13 +302,8 @@ class Stepper(View):
             return ""
         arm = self.arm if self.arm in others else others[0]
         told = "run the later stages with both, from the same weights, and compare; the present state stays unchanged"
-        return (
-            "<div>"
-            + choice("against", "arm", others, arm)
-            + " "
-            + button("Branch from here", "branch", drives=True, title=told)
-            + "</div>"
-        )
+        press = button("Branch from here", "branch", drives=True, title=told)
+        return f"<div>{choice('against', 'arm', others, arm)} {press}</div>"
 
     def _fitting(self) -> list[str]:
         """Algorithms that this workbench can run with their default fields."""

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME_OR_CONFIG", required=True, help="a size, model, folder or config file"
     )
     reshard.add_argument("--dtype", help="dtype of the weights; default: the config's, else float32")
-    mapping = add("map", _map, "search the best placement on a cluster; no process is started")
+    mapping = add("map", _map, "search for the best placement on a cluster; no process is started")
     mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")
     models = "comma-separated; a size (llama-7b, 13b, 34b, 70b), a model's name, its folder or a config file"
     mapping.add_argument("--models", metavar="ROLE=MODEL", required=True, help=models)
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     for sub, most in ((evaluate, 64), (serve, 256)):
         sub.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy; default: 1")
         sub.add_argument("--top-p", type=float, default=1.0, help="top-p of sampling; default: 1")
-        sub.add_argument("--max-new-tokens", metavar="N", type=int, default=most, help=f"default: {most}")
+        sub.add_argument("--max-new-tokens", metavar="N", type=int, default=most, help=f"at most; default: {most}")
         sub.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")

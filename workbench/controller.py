@@ -381,7 +381,7 @@ class Workbench:
         it is in its cell. Raises `MissingDependency` as `panel` does."""
         return self.panel("strip")
 
-    @stoppable("lab.export()", ("the script is written completely, or not at all", "call again to write it"))
+    @stoppable("lab.export()", ("the script is written completely, or not at all", "run the same call again"))
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
         """Write this notebook as a script: `lab.export("script.py")`; `.told` has notes for the script's reader.
 

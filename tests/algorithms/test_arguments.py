@@ -168,13 +168,13 @@ def test_changes_are_recorded(lab: Any) -> None:
     with changed_by("the panel"):
         ppo.change_argument("update_actor", "clip", 0.3, once=True)
     ppo.change_argument("update_actor", "clip", 0.2, once=False)
-    ppo.change_argument("update_actor", "aggregation", "sequence-mean-token-sum", once=False)
+    ppo.change_argument("update_actor", "kl", "k1", once=False)
     found = lab.history.changes().iloc[events:]
-    assert found["setting"].tolist() == ["PPO.update_actor.clip once", "PPO.clip", "PPO.update_actor.aggregation"]
-    assert found["before"].tolist() == [0.2, 0.2, "token-mean"]  # no clip was given: the loss's own
+    assert found["setting"].tolist() == ["PPO.update_actor.clip once", "PPO.clip", "PPO.update_actor.kl"]
+    assert found["before"].tolist() == [0.2, 0.2, "k3"]  # no clip was given: the loss's own
     assert found["cell"].tolist() == ["panel", None, None]
     assert found["time"].dt.date.tolist() == [date.today()] * 3
-    assert found["after"].tolist() == [0.3, 0.2, "sequence-mean-token-sum"]
+    assert found["after"].tolist() == [0.3, 0.2, "k1"]
     settings = lab.telemetry.events().query("event == 'setting'")["details"].tolist()[events:]
     assert [one["by"] for one in settings] == ["the panel", "", ""]
 

@@ -404,6 +404,8 @@ def test_an_iteration_that_is_left_for_another_is_named(lab: wb.Workbench, capsy
     assert capsys.readouterr().out == f"iteration {left} of GRPO stays unfinished: GRPO begins another\n"
     algorithm.run(2)
     assert f"iteration {left + 1} of GRPO stays unfinished: GRPO begins another\n" in capsys.readouterr().out
+    algorithm.step()
+    algorithm.restart()
     algorithm.iterate()
     assert "begins another" not in capsys.readouterr().out
 

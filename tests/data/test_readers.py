@@ -212,5 +212,5 @@ def test_messages_keep_tool_calls_and_other_keys_on_their_way_to_the_template() 
     answered = [{"prompt": TURNS, "response": "85"}]
     examples = Examples(answered, "demonstrations", tokenizer=tokenizer)
     assert tokenizer.decode(examples.training[0].prompt_ids) == text
-    with expect_error(BadInput, value="^row 0 of a list: the answer .*tool_", rule="as a prompt ends"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer .*tool_", rule="than the end of a prompt"):
         Examples([{"messages": TURNS[:2]}], "demonstrations", tokenizer=tokenizer)

@@ -150,7 +150,7 @@ def test_other_weights_than_before_are_refused(engine: Any, name: str) -> None:
     for given, message in (
         (whole[:-1], "1 weights did not arrive"),
         ([*whole, ("model.nobody.weight", torch.ones(1, device=DEVICE))], "'model.nobody.weight' of shape"),
-        ([(whole[0][0], whole[0][1][:-1]), *whole[1:]], "each sync must send the same weights as the sync before it"),
+        ([(whole[0][0], whole[0][1][:-1]), *whole[1:]], "each sync must send weights of the same names and shapes"),
     ):
         with pytest.raises(SyncError, match=message):
             engine.update_weights(given, 7)

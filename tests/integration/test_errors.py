@@ -178,7 +178,7 @@ def test_a_stage_past_its_time_is_given_up_and_the_pool_goes_on(
     behind = lab.reward.compute_reward.submit(batch, timeout_s=0.2)
     with expect_error(StageTimeout, value=r"timeout_s=0\.5"):
         late.result()
-    with expect_error(StageTimeout, rule="it waited for pool .* given up"):
+    with expect_error(StageTimeout, rule="it waited for pool .* cancelled"):
         behind.result()
     gate.touch()
     assert lab.reward.compute_reward(batch).rows == 4

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
@@ -66,7 +65,7 @@ def once_in(lab: wb.Workbench, host: str, stage: str, steps: int, do: Callable[[
 @pytest.mark.slow
 def test_the_next_iterations_are_those_of_a_run_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened("killed", tmp_path) as lab:
-        algorithm, actor, before = ppo(lab), lab.actor, lab.topology()
+        algorithm, actor = ppo(lab), lab.actor
         algorithm.iterate()
         lab.critic.training.learning_rate = 5e-4  # which the process that is started below has too
         lab.save(tmp_path / "first")
@@ -78,12 +77,6 @@ def test_the_next_iterations_are_those_of_a_run_without_it(tmp_path: Path, capsy
         batch = lab.batch(lab.batches().iloc[-1]["batch"])
         with pytest.raises(HostDied, match=r"lab\.recover\(\)"):
             lab.critic.update_critic(batch, epochs=1000)
-        after, gone = lab.topology(), before["host"] == scorer
-        known = ["role", "model", "pool", "rank", "replica", "stage", "tensor_rank", "host", "device"]
-        pd.testing.assert_frame_equal(after[known], before[known])
-        assert after["process"].tolist() == before["process"].mask(gone, 0).tolist()
-        assert not after[gone].filter(like="_bytes").any(axis=None)
-        lab.estimate()
         checkpoint = lab.recover()
         assert checkpoint is not None
         assert checkpoint.iteration == 1

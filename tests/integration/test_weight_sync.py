@@ -164,7 +164,7 @@ def test_after_each_update_the_engine_generates_as_the_trainer_would(
 def test_what_no_engine_can_do_is_refused(tmp_path: Path) -> None:
     for layout, t_g, message in (
         (wb.Layout(2, 2, 1, 2, 1), 1, "without pipeline stages.*p_g=1"),
-        (wb.Layout(2, 1, 1), 2, r"tensor_parallel_size=2.*divides t.*tensor_parallel_size=1"),
+        (wb.Layout(2, 1, 1), 2, r"tensor_parallel_size=2.*divide t.*tensor_parallel_size=1"),
         (wb.Layout(1, 2, 1, 1, 1), 2, r"tensor_parallel_size=2.*tensor_parallel_size=1"),
     ):
         generation = wb.Generation(engine="vllm", tensor_parallel_size=t_g)

@@ -546,7 +546,7 @@ NOT_ASKED: list[tuple[dict[str, Any], str]] = [
     ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "actor": 5}}, "model 5"),
     ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "judge": "llama-7b"}}, "'judge'"),
     ({"workload": 5}, "workload=5"),
-    ({"placement": "split", "devices": 16, "granularity": 16}, "2 sets of at least 16"),
+    ({"placement": "split", "devices": 16, "granularity": 16}, "2 sets of 16+ devices"),
 ]
 
 

@@ -125,7 +125,7 @@ def test_only_the_adapter_is_stored_in_fp32_and_kept_in_a_state() -> None:
     assert len(kept) == sum(p.requires_grad for p in engine.module.parameters())
     assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in kept.items())
     kept.popitem()
-    with expect_error(BadInput, rule="other ones"):
+    with expect_error(BadInput, rule="their names differ"):
         engine.load_state_dict(state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.expected import expect_error
-from workbench.engines.generation.base import check_model_length
-from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs, TokenValues
 from workbench.models.loading import load_causal_lm
 from workbench.models.packing import NAME, Pack, packed_attention, use_packing
-from workbench.settings.engines import Generation
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -154,9 +151,15 @@ def test_a_model_without_sdpa_is_padded(tmp_path: Path) -> None:
     targets = given["input_ids"].roll(-1)
     alone = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(head(**given, targets=targets)[0], alone, rtol=0, atol=1e-4)
-    check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
-    with expect_error(BadInput, rule="vLLM does not reload its experts"):
-        check_model_length(config, Generation(engine="vllm", max_model_tokens=64))
+
+
+def test_a_folder_does_not_choose_the_attention(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"attn_implementation": "eager"}))
+    assert load_causal_lm(tmp_path).config._attn_implementation == "sdpa"
 
 
 def test_layers_that_are_no_attention_are_padded() -> None:

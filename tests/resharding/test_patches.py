@@ -118,7 +118,7 @@ def test_the_part_of_a_box() -> None:
         target = view_of(old, shard, box).clone()
         Patch.of(found.within(shard, box), target.numel()).add_to(target)
         assert same_bits(target, view_of(new, shard, box).contiguous())
-    with pytest.raises(ValueError, match="is not inside one"):
+    with pytest.raises(ValueError, match="is inside none"):
         found.within(shard, (0, 3, 0, 10))
 
 

@@ -247,33 +247,6 @@ def test_a_function_of_an_algorithm_is_assigned_anew(
         assert grpo.iterate()["compute_reward/rewards/mean"] == 2.0 and said not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", ["lambda prompt, response, **row: {}", "make_score({})"])
-def test_functions_without_a_name_of_their_own(
-    tmp_path: Path, cell: Any, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    cell("def make_score(value):\n    def score(prompt, response, **row):\n        return value\n    return score")
-
-    def bind(value: float) -> Any:
-        cell(f"cell_score = {form.format(value)}\ndef cell_get():\n    return cell_score")
-        return vars(sys.modules["__main__"])["cell_score"]
-
-    with tiny_lab("nameless", tmp_path, backend="inline", models={"actor": TINY, "reward": bind(1.0)}) as lab:
-        grpo = wb.GRPO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4))
-        assert grpo.iterate()["compute_reward/rewards/mean"] == 1.0
-        assert "defined again" not in capsys.readouterr().out
-        bind(2.0)
-        grpo.reward = bind(3.0)
-        grpo.iterate()
-        assert "cell_score was defined again: the reward role still runs the old code" in capsys.readouterr().out
-        bind(4.0)
-        assert {grpo.iterate()["compute_reward/rewards/mean"] for _ in range(2)} == {3.0}
-        said = "cell_score was defined again: GRPO.reward is still the old one; assign it: grpo.reward = cell_score"
-        assert capsys.readouterr().out.count(said) == 1
-        cell("import math\ncell_score = math.sqrt\ndef cell_get():\n    return cell_score")  # another use of the name
-        grpo.iterate()
-        assert "defined again" not in capsys.readouterr().out
-
-
 def test_a_role_is_given_another_function_or_worker_class(lab: Any, files: Files) -> None:
     batch = lab.put({**stored(), "prompt": ["2 + 2 ="] * 4})
     regress(lab, stored())

@@ -1,6 +1,6 @@
 """The RL algorithms, each a dataflow of stages; their estimators and losses are functions in `workbench.objectives`.
 
-To add an algorithm: write it in its own file, like `ppo.py`; add it to `ALGORITHMS`, and to the imports for type
+To add an algorithm: write it in its own file, like `ppo.py`; add it to `_MODULES`, and to the imports for type
 checkers below; write a lesson. Then it is available as `wb.Mine(lab)`.
 """
 
@@ -9,25 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# class -> module; each module is imported when its class is first used, so that `import workbench` stays fast
-ALGORITHMS = {
-    "ArCHer": "workbench.algorithms.archer",
-    "DAPO": "workbench.algorithms.dapo",
-    "DPO": "workbench.algorithms.dpo",
-    "Distill": "workbench.algorithms.distill",
-    "GRPO": "workbench.algorithms.grpo",
-    "HPT": "workbench.algorithms.hpt",
-    "IPO": "workbench.algorithms.ipo",
-    "KTO": "workbench.algorithms.kto",
-    "ORPO": "workbench.algorithms.orpo",
-    "PPO": "workbench.algorithms.ppo",
-    "RLOO": "workbench.algorithms.rloo",
-    "ReMax": "workbench.algorithms.remax",
-    "ReinforcePP": "workbench.algorithms.reinforce_pp",
-    "RewardModeling": "workbench.algorithms.reward_modeling",
-    "SFT": "workbench.algorithms.sft",
-    "SafeRLHF": "workbench.algorithms.safe_rlhf",
-}
+# class -> file; each is imported when its class is first used, so that `import workbench` stays fast
+_MODULES = {
+    "ArCHer": "archer", "DAPO": "dapo", "DPO": "dpo", "Distill": "distill", "GRPO": "grpo", "HPT": "hpt", "IPO": "ipo",
+    "KTO": "kto", "ORPO": "orpo", "PPO": "ppo", "RLOO": "rloo", "ReMax": "remax", "ReinforcePP": "reinforce_pp",
+    "RewardModeling": "reward_modeling", "SFT": "sft", "SafeRLHF": "safe_rlhf",
+}  # fmt: skip
+ALGORITHMS = {name: f"workbench.algorithms.{module}" for name, module in _MODULES.items()}
 
 if TYPE_CHECKING:
     from workbench.algorithms.archer import ArCHer as ArCHer

@@ -1,4 +1,4 @@
-"""Direct preference optimization: a policy straight from pairs."""
+"""Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): a policy straight from pairs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from workbench.support.validation import PositiveInt
 @dataclass
 class DPO(Algorithm):
     """`DPO(lab, lab.pairs("pairs.jsonl")).run(n)`: n batches of pairs learned by the actor.
-
-    Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): a policy straight from pairs.
 
     rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: how strongly the actor is kept near
     the reference. label_smoothing: the assumed share of pairs with a wrong label. epochs: over each batch.

@@ -67,7 +67,7 @@ class TracedBatch(StandIn):
 def _looks_at(what: str, stage: str) -> BadInput:
     return BadInput(
         f"{what} in define",
-        "define cannot read the output of a stage: it is also run without outputs, only to find its stages",
+        "define cannot read the output of a stage: workbench also runs it without outputs, to find its stages",
         "move the code that reads values to a function, and make that a stage: lab.apply(function, batch); a cell "
         f"can read algorithm.made[{stage!r}]",
     )
@@ -113,14 +113,14 @@ class Tracer(StageNames):
         if name == "last_metrics":
             raise BadInput(
                 f"{self.title}: lab.last_metrics in define",
-                "its lines are also run before the stages whose metrics these are",
+                "workbench also runs define before these stages, to find them",
                 "read them in finish(self, metrics), and keep what define needs in a field",
             )
         value = getattr(lab, name)  # plain values, such as the seed; raises for a role that does not exist
         if callable(value):
             raise BadInput(
                 f"{self.title}: lab.{name} in define",
-                "define is also run only to find its stages, and would repeat this call each time",
+                "workbench also runs define to find its stages, which would repeat this call each time",
                 "call it in a function that is a stage: lab.apply(function, batch); or call it between iterations: in "
                 "a cell, in run(evaluate=...), or in finish",
             )
@@ -157,8 +157,7 @@ class Tracer(StageNames):
     def note(self, stage: Stage) -> TracedBatch:
         """Record a stage under a unique name."""
         taken, number = {other.name for other in self.stages}, 1
-        named = isinstance(stage.function, GroupOperation) and self.stage_name
-        name = wanted = named or stage.name
+        name = wanted = (isinstance(stage.function, GroupOperation) and self.stage_name) or stage.name
         while name in taken:
             number += 1
             name = f"{wanted}_{number}"

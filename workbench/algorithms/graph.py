@@ -252,7 +252,7 @@ class Graph:
                     what,
                     f"an interrupt left {stage.name!r} between two of its steps: this change would restart it, and "
                     "repeat steps",
-                    "finish the iteration first with the same call, or give it up with restart(), which keeps steps",
+                    "finish it with the same call, or give it up with restart(), which keeps the steps already taken",
                 )
 
     def _unrun_stages(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""Identity preference optimization: DPO that does not overfit certain labels."""
+"""Identity preference optimization (Azar et al. 2023, arXiv:2310.12036): DPO that does not overfit certain labels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from workbench.support.validation import PositiveInt
 @dataclass
 class IPO(Algorithm):
     """`IPO(lab, lab.pairs("pairs.jsonl")).run(n)`: n batches of pairs learned by the actor.
-
-    Identity preference optimization (Azar et al. 2023, arXiv:2310.12036): DPO that does not overfit certain labels.
 
     rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: the paper's tau: relative to the
     reference, the target for the chosen answer's log-probability is 1 / (2 beta) nats per token above the rejected

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: a policy from answers rated good or bad."""
+"""Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306): a policy from answers rated good or bad."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from workbench.support.validation import PositiveInt, Whole
 @dataclass
 class KTO(Algorithm):
     """`KTO(lab, lab.feedback("rated.jsonl")).run(n)`: n batches of rated answers learned by the actor.
-
-    Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306): a policy from answers rated good or bad.
 
     rows: answers per batch, which takes `Training.minibatches` optimizer steps; at least 2, because the reference point
     comes from answers to the other prompts. beta: how strongly the actor is kept near the reference. desirable_weight,

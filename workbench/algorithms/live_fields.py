@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings"  # key in `_kept_fields`: the class of settings that were assigned as a whole
 MAPPING = "mapping"  # key in `_kept_fields`: the values of a mapping that was assigned
-TRACED = "define is also run only to find its stages, and would change the value each time"  # about `define`
+TRACED = "workbench also runs define to find its stages, which would change the value each time"  # about `define`
 _DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
 
 

@@ -40,15 +40,14 @@ from workbench.objectives.losses import CovarianceLoss
 from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_call, check_switches
+from workbench.support.named_fields import check_call
 from workbench.support.notebook_cell import Cell, running_cell, variable_of
 from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 
 @checks_calls(
-    "algo",
-    internal="change_argument define finish go_back load_state need on_policy position resume_at rollouts state",
+    "algo", internal="change_argument define finish go_back load_state need on_policy position resume_at rollouts state"
 )
 class Algorithm(StageEdits):
     """Runs an algorithm on a workbench. `define` is the algorithm's listing in its paper, one line per stage.
@@ -70,11 +69,8 @@ class Algorithm(StageEdits):
     _from_buffer: Sequence[WaitingRollouts] = ()  # rollouts that the iteration took from `lab.buffer`; () once trained
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`; refuse fields
-        that have no effect, see `check_switches`."""
-        signature = inspect.signature(cls.__init__)
-        given = check_call(cls.__name__, signature, (cls, *args), kwargs).arguments
-        check_switches(cls.__name__, signature.parameters, given)
+        """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
+        check_call(cls.__name__, inspect.signature(cls.__init__), (cls, *args), kwargs)
         algorithm = super().__new__(cls)
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={}, _made_in=running_cell())
         return algorithm
@@ -197,6 +193,12 @@ class Algorithm(StageEdits):
         stay in `made` until the next step. If no update has begun, its rollouts from `lab.buffer` go back there.
         """
         with uninterrupted(), recording(self, "restart"):
+            self._give_up()
+            self.lab.position.unfinished = None  # as the user knows
+
+    def _give_up(self) -> None:
+        """Do what `restart` does, without a record of it."""
+        with uninterrupted():
             self.lab.buffer.put_back(self._from_buffer)
             given_up, self._under_way, self._from_buffer = self._under_way, False, ()
             if given_up:
@@ -351,7 +353,7 @@ class Algorithm(StageEdits):
         with recorded, self._stoppable("run"), Iterations(title, iterations) as line:
             for number in range(passed + 1, iterations + 1):
                 if not resumed:
-                    self.restart()
+                    self._give_up()
                 resumed = False
                 batches, runs = self.lab.runner.batches, self.lab.runner.counters.run
                 looping, batches.looping, self._staleness = batches.looping, True, staleness
@@ -372,11 +374,11 @@ class Algorithm(StageEdits):
                     if updates & sent:
                         self._from_buffer = ()
                     if not self._under_way:
-                        self.restart()
+                        self._give_up()
                     raise
                 finally:
                     batches.looping, self._staleness, self._pause_after = looping, 0, None
-                self.restart()
+                self._give_up()
                 seconds.append(time.perf_counter() - started_s)
                 rows.append({"iteration": self.lab.iteration, **metrics})
                 line.done(metrics)

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization: fine-tuning and preferences in one stage."""
+"""Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691): fine-tuning and preferences in one stage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from workbench.support.validation import PositiveInt
 @dataclass
 class ORPO(Algorithm):
     """`ORPO(lab, lab.pairs("pairs.jsonl")).run(n)`: n batches of pairs learned by the actor, without a reference.
-
-    Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691): fine-tuning and preferences in one stage.
 
     rows: pairs per batch, which takes `Training.minibatches` optimizer steps. beta: the paper's lambda, the weight of
     the odds ratio loss, which is added to fine-tuning on the chosen answers. epochs: over each batch.

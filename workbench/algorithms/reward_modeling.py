@@ -1,4 +1,4 @@
-"""Reward and cost models learned from preference pairs."""
+"""Reward and cost models from preference pairs (Stiennon et al. 2020, arXiv:2009.01325, section 3.4)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from workbench.support.validation import PositiveInt
 @dataclass
 class RewardModeling(Algorithm):
     """`RewardModeling(lab, lab.pairs("pairs.jsonl", held_out=200)).run(n)`: n batches of pairs learned by a role.
-
-    Reward and cost models from preference pairs (Stiennon et al. 2020, arXiv:2009.01325, section 3.4).
 
     role: "reward", or "cost" for a model that gives the chosen answer the lower score. rows: pairs per batch, which
     takes `Training.minibatches` optimizer steps. epochs: over each batch; `len(pairs) // rows` batches are one epoch of

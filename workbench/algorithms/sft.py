@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: demonstrations learned by the actor."""
+"""Supervised fine-tuning on demonstrations: the first stage of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from workbench.support.validation import PositiveInt
 @dataclass
 class SFT(Algorithm):
     """`SFT(lab, lab.demonstrations("sft.jsonl")).run(n)`: n batches of demonstrations learned by the actor.
-
-    Supervised fine-tuning on demonstrations: the first stage of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155).
 
     rows: demonstrations per batch, which takes `Training.minibatches` optimizer steps. epochs: over each batch; the
     stream repeats the data, `len(demonstrations) // rows` batches are one epoch of it. To score the held-out data, call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +141,6 @@ class Hosts:
         asked = [self.backend.ask(info.name, "describe") for info in self.infos if info.pool not in without]
         return [answer.result() for answer in asked]
 
-    def describe_living(self) -> dict[str, dict[str, Any]]:
-        """Return the descriptions of the hosts that are not gone, by host."""
-        asked, found = dict[str, Pending](), dict[str, dict[str, Any]]()
-        for info in self.infos:
-            with suppress(HostDied):
-                asked[info.name] = self.backend.ask(info.name, "describe")
-        for name, answer in asked.items():
-            with suppress(HostDied):
-                found[name] = answer.result()
-        return found
-
     def require_whole(self, pool: Pool, role: str) -> None:
         """Raise `StageError` while the pool's hosts still work on a cancelled operation, `HostDied` if it was lost."""
         for what, pending in self.pending_cleanup.pop(pool.name, []):
@@ -164,7 +152,7 @@ class Hosts:
                 "try again in a while; if this does not end, lab.recover() restarts the hosts",
             )
         if pool.name in self.lost:
-            remedy = "lab.recover() restarts it and continues from the last checkpoint"
+            remedy = "lab.recover() restarts it and continues from the newest checkpoint"
             if pool.roles == (ROLLOUT,):
                 remedy = "lab.recover() restarts it; nothing goes back to a checkpoint"
             elif len(pool.roles) == 1 and role != self.description.lead:

@@ -34,7 +34,7 @@ END_GRACE_S = 10
 SAID = 160  # characters of Ray's message
 LOOK_S = 0.5  # how often to check whether the head lives
 POLL_S = 0.2
-BACK = "lab.recover() restarts it; all roles go back to the last checkpoint, unless only rollout workers died"
+BACK = "lab.recover() restarts it; all roles go back to the newest checkpoint, unless only rollout workers died"
 # Methods of hosts that a kernel which does not drive the workbench may call.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # variables that hosts set themselves: changes in the notebook are not sent
@@ -94,7 +94,7 @@ def _need_head(address: str | None) -> None:
         raise HostDied(
             "the Ray head of this user is gone, and all hosts with it",
             "`ray stop` ends it, and the system may end it when memory runs out; the notebook keeps its variables",
-            "lab.recover() restarts them and continues from the last checkpoint",
+            "lab.recover() restarts them and continues from the newest checkpoint",
         )
 
 

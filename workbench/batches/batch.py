@@ -48,17 +48,14 @@ class Batch(BatchHandle):
 
         batch.take([3, 0]), batch.take(slice(8)), batch.take(rewards > 0)
         """
-        index = self._row_numbers(rows)
-        return self.derive("take", rows_of(self.columns, index))
+        return self.derive("take", rows_of(self.columns, self._row_numbers(rows)))
 
     def repeat(self, n: PositiveInt) -> Batch:
         """Return every row n times, with the copies of a row next to each other."""
         return self if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
 
     def filter(
-        self,
-        keep: Sequence[bool] | np.ndarray | pd.Series | Callable[[pd.DataFrame], Any],
-        columns: Iterable[str] = (),
+        self, keep: Sequence[bool] | np.ndarray | pd.Series | Callable[[pd.DataFrame], Any], columns: Iterable[str] = ()
     ) -> Batch:
         """Return the rows for which `keep` is true.
 

@@ -89,8 +89,7 @@ def write(path: str | os.PathLike[str], batch: BatchHandle, *, mode: int = files
         for number, (name, column) in enumerate(batch.columns.items()):
             tensors |= _spool(batch, name, column, Path(folder) / str(number))
         permissions = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        text = json.dumps(header.model_dump())
-        save_file(tensors, file.name, metadata={"workbench": text, "sha256": ZEROS})
+        save_file(tensors, file.name, metadata={"workbench": json.dumps(header.model_dump()), "sha256": ZEROS})
         os.chmod(file.name, permissions)  # safetensors makes the file accessible only to its owner
         with open(file.name, "r+b") as written:
             place, _, digest = _digests(written)

@@ -364,5 +364,4 @@ def _scores(column: Any) -> np.ndarray:
     if isinstance(column, Ragged):
         column = torch.stack([row.double().sum() for row in column.rows()]).to(column.values.dtype)
     assert isinstance(column, torch.Tensor)
-    scores: np.ndarray = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
-    return scores
+    return (column.float() if column.dtype == torch.bfloat16 else column).numpy()

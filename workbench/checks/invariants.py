@@ -185,8 +185,7 @@ ENGINES = (1e-3, 0.1)  # float32, bfloat16
 
 def check_rollout(subject: Subject) -> Finding:
     """The log-probabilities that the engine sampled with are the trainer's, log softmax(logits / temperature)."""
-    gaps = row_gaps(subject.ragged("rollout_log_prob"), subject.old_log_prob, torch.mean)
-    gap, row = worst(gaps)
+    gap, row = worst(row_gaps(subject.ragged("rollout_log_prob"), subject.old_log_prob, torch.mean))
     where = subject.rank_of(subject.rollouts, "rollout_log_prob", row)
     return finding(
         gap, subject.by_dtype("actor", *ENGINES), f"actor, row {row}, generated on {where}",
@@ -249,8 +248,7 @@ def check_dropout(subject: Subject) -> Finding:
         if "training_modules" in group.operations:
             found += [(role, rank, modules) for rank, modules in enumerate(group.training_modules()) if modules]
     culprit = "; ".join(f"{role}, rank {rank}: {modules[0] or 'the module itself'}" for role, rank, modules in found)
-    count = sum(len(modules) for _, _, modules in found)
-    return finding(count, 0, culprit, "modules in training mode")
+    return finding(sum(len(modules) for _, _, modules in found), 0, culprit, "modules in training mode")
 
 
 def check_ratio(subject: Subject) -> Finding:

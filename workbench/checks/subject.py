@@ -40,10 +40,7 @@ FORWARD = {
 }
 UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
 # The arguments of measured updates: together they cover every term of a role's loss.
-REGRESSION: tuple[dict[str, Any], ...] = (
-    {"aggregation": "token-mean"},
-    {"aggregation": "sequence-mean-token-mean"},
-)
+REGRESSION: tuple[dict[str, Any], ...] = ({"aggregation": "token-mean"}, {"aggregation": "sequence-mean-token-mean"})
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "actor": (
         # without bonus and penalty, so that rows without advantage are skipped
@@ -174,8 +171,7 @@ class Subject:
 
     def rank_of(self, batch: Batch, column: str, row: int) -> str:
         location = batch.columns[column].location
-        host = location.shards[location.shard[row]].host
-        pool, _, rank = host.rpartition("-")
+        pool, _, rank = location.shards[location.shard[row]].host.rpartition("-")
         return f"rank {rank} of pool {pool}"
 
     # --- updates that take no step ------------------------------------------------------------------------------------

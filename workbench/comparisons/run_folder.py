@@ -205,9 +205,7 @@ def run_folders(runs: str | Path) -> list[RunFolder]:
     base = path_of(runs, "folder")
     if not base.is_dir():
         raise NotFound(f"no folder {str(base)!r}", "wb.open makes run folders under runs=", "give that folder")
-    found = []
-    for name in sorted(_folders(base)):
-        found += [RunFolder(date) for date in _folders(name) if _is_run(date)]
+    found = [RunFolder(date) for name in sorted(_folders(base)) for date in _folders(name) if _is_run(date)]
     return sorted(found, key=lambda run: run.folder.name)
 
 

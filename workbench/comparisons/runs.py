@@ -39,8 +39,7 @@ class RunCurves(Charted):
 
     def charts(self) -> list[Chart]:
         """A chart for each metric."""
-        arms = list(dict.fromkeys(self.df["arm"]))
-        strokes = {arm: STROKES[n % len(STROKES)] for n, arm in enumerate(arms)}
+        strokes = {arm: STROKES[n % len(STROKES)] for n, arm in enumerate(dict.fromkeys(self.df["arm"]))}
         made = []
         for metric, found in self.df.groupby("metric", sort=False):
             curves = []

@@ -327,7 +327,7 @@ def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[li
     """Open workbenches as those of a trial, inside this block; yields their list, and closes them at the end."""
     left, labs = ledger.left_behind(key), list[Any]()
     if left:
-        print("goes on, ", end="", flush=True)
+        print("continues, ", end="", flush=True)
 
     def opening(name: str) -> Mapping[str, Any]:
         given: dict[str, Any] = {"save_every": save_every} if save_every is not None else {}

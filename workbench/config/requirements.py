@@ -249,7 +249,7 @@ def _check_environments(description: Description) -> None:
         raise BadInput(
             f"pool {pool.name!r} of {pool.devices} processes of environments, for {ranks} ranks that generate",
             "each of these ranks needs at least one process of its own",
-            f"give the pool {ranks} devices or more",
+            f"give the pool {ranks} processes or more",
         )
 
 
@@ -285,4 +285,11 @@ def _check_models(description: Description) -> None:
                 "use a model of the same family" + (", or score with a function" if role in ("reward", "cost") else ""),
             )
     if description.generation:
-        check_model_length(load_config(lead.name), description.generation, str(lead.name))
+        config = load_config(lead.name)
+        check_model_length(config, description.generation, str(lead.name))
+        if config.model_type == "gpt_oss" and lead.adapter is None and description.generation.engine == "vllm":
+            raise BadInput(
+                f"Generation.engine='vllm' for {lead.name}, a gpt_oss without an adapter",
+                "vLLM does not reload its experts: a weight sync would leave them as they were",
+                "use engine='transformers'",
+            )

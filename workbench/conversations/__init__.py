@@ -40,7 +40,7 @@ class Conversations:
         """
         lab = self._lab
         if "actor" not in lab.groups or lab.description.generation is None:
-            raise BadInput("conversation on a workbench without an actor", "its engine generates the turns")
+            raise BadInput("conversation on a workbench without an actor", "the actor's engine generates the turns")
         check_range("gamma", gamma, 0, 1)
         if sampling is None:
             sampling = getattr(lab.algorithm, "sampling", None)

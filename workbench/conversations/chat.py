@@ -191,8 +191,7 @@ class Chat:
         if new.done or not new.answered:
             raise BadInput(f"an answer to turn {turn}", "the conversation ended with this turn")
         ids = as_answer(self._tokenizer, answer, new)
-        edited = replace(new, number=len(self.tree.turns), answer_ids=ids, answered_by="hand")
-        return self._added(edited)
+        return self._added(replace(new, number=len(self.tree.turns), answer_ids=ids, answered_by="hand"))
 
     def _add(
         self, path: Sequence[Turn], ids: Sequence[int], log_probs: Sequence[float], ending: str, by: Any, version: int

@@ -54,8 +54,7 @@ class Credit:
         return Value.of(self._returns[number][1]) if number in self._returns else None
 
     def advantage(self, turn: Turn) -> float | None:
-        """Return a turn's reward plus gamma times the value after it minus the value before it. After the end the value
-        is 0. None without continuations from both places."""
+        """See `Chat.advantage`."""
         before, behind = self.value_behind(turn.parent), self.value_behind(turn.number)
         after = 0.0 if turn.done else None if behind is None else behind.mean
         return None if before is None or after is None else turn.reward + self.gamma * after - before.mean
@@ -112,8 +111,7 @@ def pictures(tree: Tree, path: Sequence[Turn], credit: Credit) -> list[TurnPictu
     trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))
     indents: dict[int | None, int] = {None: 0}
     for turn in tree.walk():
-        forked = len(tree.children(turn.parent)) > 1
-        indents[turn.number] = indents[turn.parent] + forked
+        indents[turn.number] = indents[turn.parent] + (len(tree.children(turn.parent)) > 1)
         value = credit.value_behind(turn.number)
         found.append(
             TurnPicture(

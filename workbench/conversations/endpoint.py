@@ -134,7 +134,7 @@ def serve(lab: Lab, *, sampling: Sampling | None = None) -> Endpoint:
             "lab.serve(sampling=) with an agent or environment", "clients ask for each turn themselves", "leave it out"
         )
     if "actor" not in lab.groups:
-        raise BadInput("lab.serve() without an actor", "its engine answers the clients", "open one with an actor")
+        raise BadInput("lab.serve() without an actor", "the actor answers the clients", "open one with an actor")
     lab.runner.check_driver()
     lab.actor.operations["generate_sequences"].arguments((), dict(vars(sampling)))
     endpoint = Endpoint(lab, sampling)

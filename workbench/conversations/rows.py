@@ -131,7 +131,7 @@ def as_answer(tokenizer: PreTrainedTokenizerBase, answer: Any, turn: Turn) -> li
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not is_text(text):
-        raise BadInput(f"the text {shown(text)}", "has a lone surrogate, which is half a character", "remove it")
+        raise BadInput(f"the text {shown(text)}", "has half a character (a lone surrogate)", "remove it")
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 

@@ -30,5 +30,4 @@ def batched(*, over: Over = "batch") -> Callable[[F], F]:
 
 def over_of(function: Any) -> Over | None:
     """Return the `over` of a function, or of a partial's function; None: the function is called for each row."""
-    found: Over | None = mark_of(function, NAME)
-    return found
+    return mark_of(function, NAME)

@@ -157,8 +157,7 @@ def dialogue(text: str) -> list[Message] | None:
 def _shared_text(chosen: str, rejected: str) -> int:
     """Return where the answers begin: after the last common "Assistant:", else after the last common white space."""
     shared = chosen[: _shared(chosen, rejected)]
-    turns = list(_TURN.finditer(shared))
-    answers = [turn.end() for turn in turns if turn[1] == "Assistant"]
+    answers = [turn.end() for turn in _TURN.finditer(shared) if turn[1] == "Assistant"]
     if answers or chosen == rejected:
         return answers[-1] if answers else len(shared.rstrip())
     return max((i + 1 for i, character in enumerate(shared) if character.isspace()), default=0)

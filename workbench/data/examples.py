@@ -120,8 +120,7 @@ class Examples(EpochRows[Tokenized]):
         self._turn_end, self._warned = turn_end(tokenizer), not (self._chat and tokenizer.chat_template)
         rows = read_rows(source, bad_rows=bad_rows)
         self.name, self.skipped, self.read_as = rows.name, rows.skipped, rows.read_as
-        kept = self._all(rows)
-        self.held_out, self.training = _split(kept, held_out, seed)
+        self.held_out, self.training = _split(self._all(rows), held_out, seed)
         self._need_margins()
         if not self.training:
             same = self.equal and not (self.dropped or held_out)

@@ -201,8 +201,7 @@ def _passes(run: Run, program: str, test: Case) -> tuple[Ran, str]:
         ran = run(f"{program}\n\n{test.asserts}\n\nprint({mark!r})\n", stdin="")
         return ran, _failure(ran) or ("" if ran.last.rstrip().endswith(mark) else "it ended before its tests had ended")
     if test.function:
-        call = CALL.format(name=test.function, given=json.dumps(test.given), mark=mark)
-        ran = run(program + call, stdin="")
+        ran = run(program + CALL.format(name=test.function, given=json.dumps(test.given), mark=mark), stdin="")
         if note := _failure(ran):
             return ran, note
         printed, returned = ran.stdout.rpartition(mark)[1:]

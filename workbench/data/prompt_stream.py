@@ -149,8 +149,7 @@ class PromptStream(NamedAttributes):
         self.records: Ledger | None = None
         self._order = AssignedFunction("lab.prompts.order", "draws in the usual order", feed.note_change)
         if settings is not None:
-            options = {"seed": seed, **prompt_options(settings, "prompts=dict")}
-            self.source = prompts_of(options, tokenizer)
+            self.source = prompts_of({"seed": seed, **prompt_options(settings, "prompts=dict")}, tokenizer)
             self._first = self.source.state_dict()
             check_room(self.source, generation)
         if isinstance(self.source, Prompts):
@@ -194,7 +193,7 @@ class PromptStream(NamedAttributes):
             names = [name for name in PROMPT_COLUMNS if name in prompt]
             if not names:
                 rule = f"a row needs one of the columns {', '.join(PROMPT_COLUMNS)}"
-                raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "or give a text")
+                raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "or give text")
             prompt = prompt[names[0]]
         return self.source.show(prompt, tools=tools)
 

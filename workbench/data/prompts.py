@@ -154,8 +154,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         return len(self.rows)
 
     def __repr__(self) -> str:
-        place = f"epoch {self.epoch}, next {self.position % len(self)}"
-        return self.repr_text(f"{len(self)} prompts", place)
+        return self.repr_text(f"{len(self)} prompts", f"epoch {self.epoch}, next {self.position % len(self)}")
 
     def _repr_html_(self) -> str:
         """Return the summary and the next three rows, without drawing them."""

@@ -77,8 +77,7 @@ def group_diversity(
         sum(1 - len(one & other) / len(one | other) for j, other in enumerate(grams) if j != i) / max(len(grams) - 1, 1)
         for i, one in enumerate(grams)
     ]
-    passed = _passed(right, columns)
-    return [score if good else 0.0 for score, good in zip(scores, passed, strict=True)]
+    return [score if good else 0.0 for score, good in zip(scores, _passed(right, columns), strict=True)]
 
 
 @batched(over="group")
@@ -101,8 +100,7 @@ def group_length(
     lengths = [len(ids) for ids in response_ids]
     shortest, span = min(lengths, default=0), max(lengths, default=0) - min(lengths, default=0)
     scores = [0.5 - (length - shortest) / span if span else 0.0 for length in lengths]
-    passed = _passed(right, columns)
-    return [score if good else min(0.0, score) for score, good in zip(scores, passed, strict=True)]
+    return [score if good else min(0.0, score) for score, good in zip(scores, _passed(right, columns), strict=True)]
 
 
 def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, Any]:

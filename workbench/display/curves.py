@@ -129,8 +129,7 @@ def smoothed(values: Sequence[float], factor: float) -> list[float]:
     do not enter the average. factor: 0 to below 1."""
     given = pd.Series(values, dtype="float64")
     finite = given.where(given.abs() < math.inf)
-    found: list[float] = finite.ewm(alpha=1 - factor, ignore_na=True).mean().where(finite.notna(), given).tolist()
-    return found
+    return finite.ewm(alpha=1 - factor, ignore_na=True).mean().where(finite.notna(), given).tolist()
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ def bars_of(rows: Iterable[Mapping[str, Any]]) -> list[Bar]:
         return row.get("pool", ""), row.get("device", "")
 
     def stages_of(row: Mapping[str, Any]) -> list[Bar]:
-        call = (row["run"], row["stage"], row["role"], row["rank"], lane_of(row))
-        return stages.setdefault(call, [])
+        return stages.setdefault((row["run"], row["stage"], row["role"], row["rank"], lane_of(row)), [])
 
     def add_stage(row: Mapping[str, Any]) -> None:
         taken = free_s.setdefault(lane_of(row), [])

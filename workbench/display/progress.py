@@ -188,12 +188,7 @@ class Iterations:
     """
 
     def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, label: str, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.label, self.total, self.finished = label, total, 0
         self._clock, self._start_s, self._values = clock, clock(), ""

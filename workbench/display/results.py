@@ -56,9 +56,8 @@ class Results(pd.DataFrame):
     def of(cls, rows: Sequence[Mapping[str, float]], *, algorithm: str, seconds: Sequence[float]) -> Results:
         """rows: the metrics of each iteration, with its number as "iteration"."""
         frame = pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
-        first = []
-        for name in looked_at(frame.columns).values():
-            first += [one for one in (name, interval_of(name)) if one in frame.columns]
+        headlines = looked_at(frame.columns).values()
+        first = [one for name in headlines for one in (name, interval_of(name)) if one in frame.columns]
         made = cls(frame[[*first, *(name for name in frame.columns if name not in first)]])
         made.attrs = {"algorithm": algorithm, "seconds": list(seconds)}
         return made

@@ -77,8 +77,7 @@ class Traffic:
 
 def traffic(transfers: pd.DataFrame, *, names: Sequence[str], what: str, minimum_bytes: int | None = None) -> Traffic:
     """Summarise a transfers frame. names: the processes that may occur, in the order of the picture."""
-    others = sorted({*transfers["source"], *transfers["destination"]} - set(names))
-    order = [*names, *others]
+    order = [*names, *sorted({*transfers["source"], *transfers["destination"]} - set(names))]
     summed = transfers.pivot_table(
         index="source", columns="destination", values="moved_bytes", aggfunc="sum", fill_value=0
     )
@@ -99,7 +98,7 @@ def changed_map(changed: pd.DataFrame) -> str:
     width, left, top = max(NARROWEST, min(WIDEST, 800 // len(columns))), CHARACTER * max(map(len, rows)) + 12, 48
     right, bottom = max(left + 330, 540, left + width * len(columns) + 20), top + ROW * len(rows)
     parts = [
-        '<text x="0" y="12" font-weight="600">share of elements that an update changed, rounded for generation</text>',
+        '<text x="0" y="12" font-weight="600">share of elements that an update changed, after rounding</text>',
         f'<text x="{left - 6:g}" y="{top - 6}" text-anchor="end">layer</text>',
         f'<text x="{left:g}" y="{bottom + 30}">weights version after the update, in optimizer steps</text>',
     ]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.messages.calls import IN_COLLECTIVE, HostInfo, PeerFailed
+from workbench.messages.calls import HostInfo, PeerFailed
 from workbench.placement import Layout
 from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder
@@ -57,7 +57,6 @@ class Communicator:
             yield
         else:
             with self._recorder.span("communication", bytes=nbytes):
-                self._recorder.doing = IN_COLLECTIVE
                 yield
 
     def end_group(self) -> None:

@@ -95,8 +95,7 @@ def read_notebook(path: str | os.PathLike[str]) -> Notebook:
 
 
 def _object(name: str, within: dict[str, Any], of: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = checked(f"the {name}{of}", within.get(name, {}), dict[str, Any])
-    return found
+    return checked(f"the {name}{of}", within.get(name, {}), dict[str, Any])
 
 
 def _cell(number: int, cell: dict[str, Any]) -> Cell:
@@ -169,8 +168,7 @@ def _cell_magic(cell: Cell) -> str:
         return f"{statement}\n{body}" if name == "time" and statement else body
     if name in LOOKING_CELLS:
         return ""
-    remedy = f"write it in Python, or {ASIDE}"
-    raise BadInput(f"{cell}: %%{name}", "a script has only Python", remedy)
+    raise BadInput(f"{cell}: %%{name}", "a script has only Python", f"write it in Python, or {ASIDE}")
 
 
 def _notebook_call(statement: ast.stmt) -> ast.Call | None:

@@ -50,7 +50,7 @@ class Script:
 
 
 @checked_call("export_notebook")
-@stoppable("the export", ("the script is written completely, or not at all", "call again to write it"))
+@stoppable("the export", ("the script is written completely, or not at all", "run the same call again"))
 def export_notebook(
     notebook: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -241,8 +241,7 @@ def _plain(text: str) -> str:
     lines: list[str] = []
     for line in escaped(text).strip().split("\n"):
         lines += [line.lstrip("#").strip(), ""] if line.startswith("#") else [line.rstrip()]
-    paragraphs = re.split(r"\n{2,}", "\n".join(lines).strip())
-    return "\n\n".join(map(_wrapped, paragraphs))
+    return "\n\n".join(map(_wrapped, re.split(r"\n{2,}", "\n".join(lines).strip())))
 
 
 def _wrapped(paragraph: str) -> str:

@@ -16,13 +16,8 @@ from workbench.export.statements import first_line
 
 Position = tuple[int, int]  # in a cell's text: line, from 1, and column
 PLACEMENT = ("Placement.of", "Layout")
-SETTINGS = (
-    "wb.Sampling",
-    "wb.Correction",
-    "wb.ClipCov",
-    "wb.KLCov",
-    "wb.Context",
-)  # what a field of an algorithm may hold
+# what a field of an algorithm may hold
+SETTINGS = ("wb.Sampling", "wb.Correction", "wb.ClipCov", "wb.KLCov", "wb.Context")
 VALUES = (
     ast.Expression | ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.Load | ast.UnaryOp | ast.USub
 )
@@ -161,8 +156,7 @@ def _line(name: str, verb: str, given: list[str]) -> str:
     if verb == "=":
         return f"{name} = {given[0]}"
     if verb == "step":
-        stages = ", ".join(given)
-        one = f"{name}.step()  # {stages}"
+        one = f"{name}.step()  # {', '.join(given)}"
         return one if len(given) == 1 else f"for _ in range({len(given)}):\n    {one}"
     if verb.startswith("run"):
         return f"{name}.run({len(given)}{verb.removeprefix('run')})"
@@ -188,9 +182,7 @@ def expression(text: str, callables: Sequence[str] = ()) -> str | None:
         elif not isinstance(node, VALUES):
             return None
     written = ast.unparse(tree)
-    return (
-        written if callables else written.replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
-    )
+    return written if callables else re.sub(r"(Placement\.of|Layout)\(", r"wb.\1(", written)
 
 
 def position_of(given: Any) -> Position | None:

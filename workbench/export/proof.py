@@ -179,9 +179,7 @@ def compare_runs(notebook: Path, script: Path) -> Proof:
     # which conversation rows are decoded together depends on the environments' speed, and so does rounding
     converses = any("turns/mean" in values for pair in calls.values() for both in pair for _, _, values in both)
     tolerance = 0.0 if single and not converses else ROUNDING
-    rows = []
-    for lab, (ours, theirs) in calls.items():
-        rows += _compared(lab, ours, theirs, tolerance)
+    rows = [row for lab, pair in calls.items() for row in _compared(lab, *pair, tolerance)]
     columns = [*CALL, "metrics", "largest_difference", "verdict"]
     return Proof(pd.DataFrame(rows, columns=columns), tolerance)
 
@@ -200,8 +198,7 @@ def _labs(runs: Path) -> dict[str, Path]:
 
 def _single(folder: Path) -> bool:
     """Whether everything ran on one CPU process."""
-    spans = TelemetryStore(folder).spans()
-    devices: list[str] = spans["device"].unique().tolist()
+    devices: list[str] = TelemetryStore(folder).spans()["device"].unique().tolist()
     return len(devices) <= 1 and not any(device.startswith("cuda") for device in devices)
 
 

@@ -57,8 +57,7 @@ def read_record(folders: Iterable[Path]) -> Record:
         for kind, details in _events(folder):
             if kind == "cell":
                 try:
-                    failed = position_of(details.get("failed"))
-                    run = RunCell(**{**details, "failed": failed})
+                    run = RunCell(**{**details, "failed": position_of(details.get("failed"))})
                     last = places.setdefault((run.kernel, run.number, run.digest), len(runs))
                 except TypeError:  # a damaged line
                     continue
@@ -144,11 +143,8 @@ def doubts(notebook: Notebook, record: Record | None) -> list[str]:
     if record is not None and record.runs:
         told += _against_record(notebook, code, record)
     ran = [(cell, number) for cell in code if (number := last[id(cell)]) is not None]
-    for (one, first), (two, second) in pairwise(ran):
-        if second < first:
-            told.append(f"{two} was run before {one}, which is above it")
-    told += _stale(ran)
-    return told
+    told += [f"{two} was run before {one}, which is above it" for (one, a), (two, b) in pairwise(ran) if b < a]
+    return told + _stale(ran)
 
 
 def _last(cell: Cell, record: Record | None) -> int | None:

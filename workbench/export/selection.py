@@ -267,7 +267,7 @@ def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
             rule = "a function around it has its own variable with that name, to which `nonlocal` would refer"
             raise BadInput(f"{statement.cell}: global {hidden[0]}", rule, "rename one of the two")
         if _is_star(statement) and bound:
-            rule = "it may import a name that is already assigned, because a script imports at its top"
+            rule = "it may import a name that is assigned before it; a script imports at its top, before the assignment"
             remedy = "import the names that you need, or move it up"
             raise BadInput(f"{statement.cell}: {ast.unparse(node)}", rule, remedy)
         bound |= names.binds if not statement.is_import else set()
@@ -284,7 +284,7 @@ def _refuse_notebook_only(statement: Statement) -> None:
             raise BadInput(f"{statement.cell}: {ast.unparse(node)}", rule, "use the variables directly")
         if called == "get_ipython":
             remedy = "write it in Python, or tag the cell `skip-export` if the script does not need it"
-            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", "a script has no notebook around it", remedy)
+            raise BadInput(f"{statement.cell}: {ast.unparse(node)}", "a script runs outside of a notebook", remedy)
 
 
 def _missing(name: str, statement: Statement, makers: dict[str, list[Cell]], left_out: bool) -> BadInput:

@@ -67,8 +67,7 @@ class Statement:
 def statements_of(cell: Cell) -> list[Statement]:
     """The statements of a code cell, without `pass`. Raises `BadInput` naming the cell if it is not Python."""
     text = python_of(cell)
-    body = ast.parse(text).body
-    found = [Statement(cell, piece) for piece in _pieces(text, body)]
+    found = [Statement(cell, piece) for piece in _pieces(text, ast.parse(text).body)]
     return [statement for statement in found if not isinstance(statement.node, ast.Pass)]
 
 
@@ -117,7 +116,7 @@ def names_of(text: str) -> Names:
     try:
         top = symtable.symtable(text, "cell", "exec")
     except SyntaxError as error:
-        rule = "names of a cell must be valid as names of a notebook"
+        rule = "Python must be able to compile a cell"
         raise BadInput(f"{text.strip():.60}: {error}", rule, "correct it, or tag the cell `skip-export`") from None
     tree = ast.parse(text)
     here = list(at_margin(tree.body))

@@ -24,14 +24,7 @@ from workbench.settings.engines import SHARE_MEMORY, DType, Generation, ShareMem
 from workbench.settings.training import Training
 from workbench.support.files import path_of
 from workbench.support.named_fields import check_names
-from workbench.support.validation import (
-    SEQUENCE,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Rule,
-    checked,
-)
+from workbench.support.validation import SEQUENCE, NonNegativeInt, Number, PositiveInt, Rule, checked
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -83,7 +76,7 @@ OPTIONS: Mapping[str, Option] = {
 HINTS = {name: option.hint for name, option in OPTIONS.items()} | {
     "dtype": DType | None, "share_memory": Sharing, "record": bool,
     "placement": Placement | None, "training": Training | None, "generation": Generation | None,
-    "wait_s": NonNegativeFloat,
+    "wait_s": Annotated[Number, Field(ge=0)],
 }  # fmt: skip
 
 

@@ -80,10 +80,7 @@ def serve_checkpoint(
     drawn = Sampling(**sampling)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with (
-        opened_checkpoint("serve", path, backend=backend, runs=None) as lab,
-        lab.serve(sampling=drawn) as endpoint,
-    ):
+    with opened_checkpoint("serve", path, backend=backend, runs=None) as lab, lab.serve(sampling=drawn) as endpoint:
         ready(endpoint)
         while endpoint.is_open:
             threading.Event().wait(LOOK_S)

@@ -321,7 +321,7 @@ def _left_of(name: str) -> tuple[str, str]:
     """Return what an interrupted opening has left."""
     if name in registry.opened:
         return "the workbench runs", f"use it with wb.attach({name!r})"
-    return "all its processes were ended", "call again to open it"
+    return "all its processes were ended", "run the same call again"
 
 
 def _begin_journal(lab: Workbench) -> None:
@@ -388,7 +388,7 @@ def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
 
 
 @checked_call("wb.attach")
-@stoppable("attaching", ("the workbench is still open and unchanged", "call again to attach to it"))
+@stoppable("attaching", ("the workbench is still open and unchanged", "run the same call again"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Attach to a living workbench of this kernel or an earlier one: its groups, placement, batches (see
     `lab.batches()`), telemetry, and positions of prompts, examples and the algorithm. A new algorithm of the class that
@@ -438,7 +438,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
 
 
 @checked_call("wb.stop")
-@stoppable("stopping", ("some of its processes may still run", "call again to end them"))
+@stoppable("stopping", ("some of its processes may still run", "run the same call again to end them"))
 def stop(name: str) -> None:
     """Close the workbench with this name, from any process. Raises `NotFound` if there is none."""
     mine = _opened_here(name)

@@ -115,7 +115,7 @@ def search(
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "use a smaller one")
     if (most := min(map(len, partitions))) * unit > devices:
-        raise BadInput(f"placement {placement!r} on {devices} devices", f"it needs {most} sets of at least {unit} each",
+        raise BadInput(f"placement {placement!r} on {devices} devices", f"it needs {most} sets of {unit}+ devices",
                        f"use more devices{', or a smaller granularity' * (unit > 1)}")  # fmt: skip
     if t_g is not None and machine.devices_per_machine % t_g:
         raise BadInput(f"t_g={t_g}", f"t_g must divide the {machine.devices_per_machine} devices of a machine")
@@ -324,8 +324,7 @@ class _Search:
         for role, picks in zip(makers, chosen, strict=True):
             sizes = np.array([option.t_g for option in self.options[role].on(devices)], dtype=np.int64)[picks]
             seconds[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
-        moved = transfers(roles, devices, self.options)
-        seconds += [one.seconds for one in moved.values()]
+        seconds += [one.seconds for one in transfers(roles, devices, self.options).values()]
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
         kept, origins = possible[undominated(seconds[possible])], []
         for k in kept:

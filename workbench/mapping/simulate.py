@@ -36,8 +36,7 @@ class Simulation:
 
     def frame(self) -> pd.DataFrame:
         """Return the spans, one per row, with the columns of `lab.spans()`."""
-        rows = [span.row() for span in self.spans]
-        frame = pd.DataFrame(rows)
+        frame = pd.DataFrame([span.row() for span in self.spans])
         frame.insert(0, "duration_s", frame["end_s"] - frame["start_s"])
         return frame
 

@@ -17,15 +17,7 @@ from workbench.models.dense_config import SIZES, DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.roles import ROLLOUT, TRAINED_ROLES, check_role
 from workbench.settings.training import Training
-from workbench.support.validation import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    Number,
-    PositiveInt,
-    Rule,
-    one_of,
-    settings,
-)
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, PositiveInt, Rule, one_of, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

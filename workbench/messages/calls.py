@@ -71,9 +71,6 @@ class ColumnSummary:
         return f"{self.dtype} [{', '.join(('rows', *map(str, self.row_shape)))}]"
 
 
-IN_COLLECTIVE = "in a collective"  # what a rank is doing, in the status of its host
-
-
 class PeerFailed(StageError):
     """This rank did not fail itself; it stopped because another rank of the stage failed."""
 

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from workbench.display.html import table
 from workbench.errors import StageError
@@ -87,9 +88,9 @@ Metric = Mean | Max | SampleSize | Interval
 Metrics = dict[str, Metric]
 
 
-def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
-    """Merge `more` into `into`, and return it."""
-    for name, metric in more.items():
+def merge_metrics(into: Metrics, *more: Mapping[str, Metric]) -> Metrics:
+    """Merge all of `more` into `into`, and return it."""
+    for name, metric in chain.from_iterable(one.items() for one in more):
         into[name] = into[name].merge(metric) if name in into else metric  # type: ignore[arg-type]
     return into
 

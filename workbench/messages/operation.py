@@ -13,7 +13,7 @@ from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, THREE_D_PROTO, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.checked_calls import checked_call
-from workbench.support.named_fields import check_switches, remedy_for
+from workbench.support.named_fields import remedy_for
 from workbench.support.validation import checked, hints_of, one_of
 
 if TYPE_CHECKING:
@@ -207,7 +207,6 @@ def checked_arguments(
             f"it takes {', '.join(names) or 'nothing more'}",
             remedy_for(unknown, names) if unknown else "",
         ) from None
-    given = [*bound.arguments]
     bound.apply_defaults()
     for name, hint in operation.hints.items():
         parameter = signature.parameters.get(name)  # None: the batch
@@ -215,7 +214,6 @@ def checked_arguments(
             continue
         wanted = list[hint] if operation.protocol.values_per_rank else hint  # type: ignore[valid-type]
         bound.arguments[name] = checked(name, value, wanted, parameter.default)
-    check_switches(f"{owner}.{operation.name}", signature.parameters, {name: bound.arguments[name] for name in given})
     if operation.check is not None:
         operation.check(bound.arguments)
     return bound.arguments

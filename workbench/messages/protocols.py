@@ -138,9 +138,7 @@ THREE_D_PP_ONLY = TransferProtocol(
     joins=False,
 )
 DP_PROTO = TransferProtocol(
-    name="DP_PROTO",
-    distribute=split_over(lambda layout, rank: rank, lambda layout: layout.size),
-    collect=all_ranks,
+    name="DP_PROTO", distribute=split_over(lambda layout, rank: rank, lambda layout: layout.size), collect=all_ranks
 )
 ALL_TO_ALL = TransferProtocol(
     name="ALL_TO_ALL", distribute=to_all, collect=all_ranks, joins=False, values_per_rank=True

@@ -55,7 +55,7 @@ class ChatFormat:
         if not is_text(self.prefill):
             raise BadInput(f"ChatFormat.prefill={shown(self.prefill)}", PREFILL.rule, PREFILL.remedy)
         if taken := [name for name in self.arguments if name in _OURS]:
-            rule = f"{taken[0]!r} is set in another way"
+            rule = f"workbench itself passes {taken[0]!r} to the template"
             raise BadInput(f"ChatFormat.arguments={shown(self.arguments)}", rule, "leave it out")
         object.__setattr__(self, "tools", tuple(schema_of(tool) for tool in self.tools))
 

@@ -93,8 +93,8 @@ def warn_if_rendered(texts: Iterable[str], place: str) -> bool:
     found = next(filter(None, map(_BEGUN.match, texts)), None)
     if found:
         warnings.warn(
-            f"{place} has {found[1]!r}: it went through a chat template already, and now goes through the model's as "
-            "text. Give chat=False for texts in the model's own template; make messages of others",
+            f"{place} has {found[1]!r}: this text went through a chat template already, and now goes through the "
+            "model's as plain text. Give chat=False for texts in the model's own template; convert others to messages",
             stacklevel=2,
         )
     return found is not None

@@ -236,8 +236,7 @@ class TokenLogProbs(PackedModule):
     ) -> tuple[Tensor, Tensor | None]:
         head: Any = self.model.get_output_embeddings()
         if isinstance(head, VocabularyParallelHead):
-            scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy, sets)
-            return scored
+            return head(hidden, targets, temperature, with_entropy, sets)
         # Called as a module, because hooks that gather a sharded weight, and adapters, only act on module calls.
         return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy, sets))
 

@@ -95,7 +95,7 @@ def longest_sequence(config: Any, longest: int | None = None) -> int | None:
     would depend on the other rows: only the original positions count.
     """
     text = config.get_text_config()
-    positions: int | None = getattr(text, "max_position_embeddings", None)
+    positions: int | None = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
     rope = rope_of(config)
     if positions is None or rope.get("rope_type") not in ("linear", "longrope", "yarn"):
         return positions
@@ -137,6 +137,7 @@ def load_backbone(
 def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device | str, longest: int) -> PreTrainedModel:
     folder = resolve(name)
     config = load_config(folder, longest)
+    config._attn_implementation = None  # SDPA, or eager for a family without it, whatever the folder says
     with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
         try:
             model, report = auto.from_pretrained(

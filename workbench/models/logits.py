@@ -64,12 +64,7 @@ class ChosenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        sets: TokenSets | None = None,
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, sets: TokenSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
         scaled = logits.float() if temperature == 1 else logits.float() / temperature
         if sets is not None:

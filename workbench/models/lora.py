@@ -91,8 +91,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def merged_weight(layer: Any) -> Tensor:
     """Return W + (alpha / rank) B A of peft's layer, fp32; the layer does not change."""
-    weight: Tensor = layer.get_base_layer().weight.float() + layer.get_delta_weight(ADAPTER).float()
-    return weight
+    return layer.get_base_layer().weight.float() + layer.get_delta_weight(ADAPTER).float()
 
 
 def adapter_names(module: nn.Module) -> dict[str, str]:

@@ -94,15 +94,8 @@ def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Ten
     # transformers passes on a mask with four axes. Without it, it would build a mask [T, T] that we do not need.
     no_mask = torch.empty((1, 1, 1, 0), dtype=torch.bool, device=input_ids.device)
     start = {"input_ids": input_ids[None]} if received is None else {"inputs_embeds": received[None]}
-    output = backbone(
-        **start,
-        attention_mask=no_mask,
-        position_ids=pack.position_ids,
-        use_cache=False,
-        pack=pack,
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
+    output = backbone(**start, attention_mask=no_mask, position_ids=pack.position_ids, use_cache=False, pack=pack)
+    return output.last_hidden_state[0]
 
 
 def use_packing(model: PreTrainedModel) -> str | None:
@@ -142,8 +135,7 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
     alike = (what, code, model.dtype, model.device.type, model.config.to_json_string(use_diff=False))
     if alike not in _tried:
         _tried[alike] = attempt(model)
-    result: Result = _tried[alike]
-    return result
+    return _tried[alike]
 
 
 def _why_no_packs(model: PreTrainedModel) -> str | None:

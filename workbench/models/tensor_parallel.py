@@ -122,12 +122,7 @@ class VocabularyParallelHead(nn.Module):
         return leave(nn.functional.pad(logits, (self.start, behind)), self._group)
 
     def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        sets: TokenSets | None = None,
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool, sets: TokenSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return (log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
         [N, H]. targets [N], sets: token ids of the whole vocabulary; the probability outside the sets is 0."""

@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 
 # Names of padding tokens in model families, then names of tokens that no conversation contains.
 _FILLERS = (
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<|fim_pad|>",
-    "<|endoftext|>",
-    "<unk>",
-)
+    "<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>", "<|fim_pad|>", "<|endoftext|>", "<unk>",
+)  # fmt: skip
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -198,7 +191,7 @@ class AnswerFormat:
         if any(apart) or not goes_on:
             what = "the turn begins inside <think>, but the answer has no reasoning"
             if written is None and goes_on:
-                what = "it does not begin the turn as a prompt ends"
+                what = "it begins the answer's turn with other text than the end of a prompt"
             elif goes_on:
                 what = f"it drops {unmarked(shown((lacks or [self._prefill])[0], 60))}"
             raise BadInput(

@@ -186,7 +186,7 @@ def _call(value: Any, text: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name.strip():
         return _invalid(text, f"the call has no name of a function: {NEEDED}")
     if not is_text(name):
-        return _invalid(text, f"the name of the function, {name!a:.60}, has a broken character: {NEEDED}")
+        return _invalid(text, f"the name of the function, {name!a:.60}, has half a character: {NEEDED}")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -194,7 +194,7 @@ def _call(value: Any, text: str) -> dict[str, Any]:
     if arguments is not None and not isinstance(arguments, dict):
         return _invalid(text, f"the arguments of {name} are not an object: {NEEDED}")
     if not has_texts(arguments):
-        return _invalid(text, f"the arguments of {name} have a broken character: {NEEDED}")
+        return _invalid(text, f"the arguments of {name} have half a character: {NEEDED}")
     return {"type": "function", "function": {"name": name.strip(), "arguments": arguments or {}}}
 
 

@@ -79,7 +79,7 @@ def process_advantages(normalised_S: Tensor, ends_BT: Tensor) -> Tensor:
     """
     ends_BT = ends_BT.bool()
     if normalised_S.shape != (int(ends_BT.sum()),):
-        raise BadInput(f"normalised_S has shape {list(normalised_S.shape)}", f"must hold {int(ends_BT.sum())} numbers")
+        raise BadInput(f"normalised_S has shape {list(normalised_S.shape)}", f"must be of {int(ends_BT.sum())} steps")
     at_ends_BT = torch.zeros(ends_BT.shape, dtype=normalised_S.dtype, device=ends_BT.device)
     at_ends_BT[ends_BT] = normalised_S
     return at_ends_BT.flip(-1).cumsum(-1).flip(-1)

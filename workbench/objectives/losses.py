@@ -149,11 +149,7 @@ def gspo_loss(
 
 
 def cispo_loss(
-    log_prob_BT: Tensor,
-    old_log_prob_BT: Tensor,
-    advantages_BT: Tensor,
-    clip_low: float = 1.0,
-    clip_high: float = 2.0,
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, clip_low: float = 1.0, clip_high: float = 2.0
 ) -> tuple[Tensor, PolicyStats]:
     """Compute CISPO's loss, [B, T]: REINFORCE with a clipped importance weight, so that no token loses its gradient.
 

@@ -72,8 +72,7 @@ class PlacementChange(Moves):
         machines = np.array(self.machines or [""] * len(self.places))
         known = machines != ""
         apart = (machines[:, None] != machines) & known[:, None] & known
-        found: np.ndarray = self.matrix * apart
-        return found
+        return self.matrix * apart
 
     @cached_property
     def link_bytes(self) -> int:

@@ -187,8 +187,7 @@ class Moves:
     @property
     def matrix(self) -> np.ndarray:
         """int64 [places, places]: all bytes that move."""
-        total: np.ndarray = sum((of_state for _, of_state in self._moved.values()), self.batch_matrix)
-        return total
+        return sum((of_state for _, of_state in self._moved.values()), self.batch_matrix)
 
     @property
     def total_bytes(self) -> int:

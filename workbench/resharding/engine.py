@@ -99,7 +99,7 @@ def view_of(tensor: Tensor, shard: WeightShard, box: Box) -> Tensor:
     for (r0, r1, c0, c1), block in blocks(tensor, shard):
         if r0 <= box[0] and box[1] <= r1 and c0 <= box[2] and box[3] <= c1:
             return block[box[0] - r0 : box[1] - r0, box[2] - c0 : box[3] - c0]
-    raise ValueError(f"{box} is not inside one of {shard.boxes}")
+    raise ValueError(f"{box} is inside none of {shard.boxes}")
 
 
 def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard) -> None:

@@ -50,7 +50,7 @@ class Change(NamedTuple):
                     positions, differences = (row * wanted + column - (box[2] - c0))[inside], differences[inside]
                 return Change(positions, differences)
             start += (r1 - r0) * width
-        raise ValueError(f"{box} is not inside one of {shard.boxes}")
+        raise ValueError(f"{box} is inside none of {shard.boxes}")
 
 
 @torch.no_grad()

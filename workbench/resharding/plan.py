@@ -125,13 +125,11 @@ class Figures:
 
     @property
     def received(self) -> np.ndarray:
-        total: np.ndarray = self.matrix.sum(axis=0)
-        return total
+        return self.matrix.sum(axis=0)
 
     @property
     def sent(self) -> np.ndarray:
-        total: np.ndarray = self.matrix.sum(axis=1)
-        return total
+        return self.matrix.sum(axis=1)
 
 
 class Plan(ABC):

@@ -222,10 +222,7 @@ def report(model: str | Path, train: str, generate: str, strategy: str, dtype: s
         "ranks": layout.size,
         "model_bytes": weights.nbytes,
         "sharded_bytes": sharded_bytes(weights, layout),
-        "groups": {
-            "generation_tensor": plan.generation_tensor_groups(),
-            "micro_data": plan.micro_data_groups(),
-        },
+        "groups": {"generation_tensor": plan.generation_tensor_groups(), "micro_data": plan.micro_data_groups()},
         "per_rank": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
         "matrix": figures.matrix.tolist(),
     }

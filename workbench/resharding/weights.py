@@ -133,10 +133,9 @@ class Weight:
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.intervals(j, t)]
         if len(pieces) == 1:
             return pieces[0]
-        joined: Tensor = pieces[0].new_empty(self.local_shape(j, t))
-        for whole, piece in zip(joined.split([p.shape[self.axis] for p in pieces], self.axis), pieces, strict=True):
-            whole.copy_(piece)
-        return joined
+        import torch
+
+        return torch.cat(pieces, self.axis)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> A
 def set_attribute(lab: Any, name: str, value: Any) -> None:
     """Carry out `lab.name = value`. Accepts every name while the workbench is being made; afterwards only names with a
     setter and names that begin with an underscore. Raises `BadInput` for all others."""
-    kind = type(lab)
-    setter = getattr(getattr(kind, name, None), "fset", None)
+    setter = getattr(getattr(type(lab), name, None), "fset", None)
     if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):
         known = [one for one in dir(lab) if not one.startswith("_")]
         remedy = _REMEDIES.get(name, "") or ("" if name in known else remedy_for(name, known, str))

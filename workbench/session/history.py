@@ -59,7 +59,7 @@ class History:
         known = [*recorded, *sorted({*operations, "compute_advantages", "evaluate"} - {*recorded})]
         near = remedy_for(stage, known, "lab.metrics({!r})".format)
         if stage not in known and (recorded or near):
-            raise NotFound(f"metrics of stage {stage!r}", f"the stages with metrics are {', '.join(known)}", near)
+            raise NotFound(f"no metrics of stage {stage!r}", f"the stages with metrics are {', '.join(known)}", near)
         return found
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # After a failed move, how long to wait until hosts have dropped what they built for it; a healthy host may still be
 # loading a role.
 ANSWER_S = 60.0
-LEFT = ("the placement is unchanged", "call again to make the change")
+LEFT = ("the placement is unchanged", "run the same call again to make the change")
 
 
 class Mover:
@@ -190,10 +190,7 @@ class Move:
                     raise taken from error
                 self._abandon(error)
                 raise
-            left = (
-                "its last step cannot be undone, so it was finished",
-                "the next stage runs on the new placement",
-            )
+            left = ("its last step cannot be undone, so it was finished", "the next stage runs on the new placement")
             with stoppable(self._title, left), uninterrupted():
                 self._switch()
                 self._runner.live.others[f"placement {self._change.new!r}"] = None
@@ -344,7 +341,7 @@ class Move:
         if lost:
             then = f"the old placement lost {', '.join(lost)}: lab.recover() restarts them"
         elif late:
-            then += f", as soon as {', '.join(late)} finish their current work"
+            then += f"; it can run stages as soon as {', '.join(late)} finish their current work"
         if isinstance(error, WorkbenchError):
             more = "" if lost or "if_exists" in error.remedy else error.remedy  # no advice to reopen it
             error.remedy = "; ".join(filter(None, (then, more)))

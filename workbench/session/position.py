@@ -53,12 +53,11 @@ class Position:
     def begin(self, algorithm: Algorithm) -> None:
         """Note that this algorithm takes a step, and say so if an iteration that is not over is left for another."""
         saved, title = self.saved_algorithm, type(algorithm).__name__
-        if saved and saved["under_way"] and self.algorithm is None and saved["class"] != title:
+        if saved and saved["under_way"] and self._algorithm is None and saved["class"] != title:
             self.unfinished = saved["class"], saved["iteration"]
-        if self.unfinished and not algorithm.under_way:
-            left, iteration = self.unfinished
-            if iteration == self._counters.iteration:
-                print(f"iteration {iteration} of {left} stays unfinished: {title} begins another")
+        left, iteration = self.unfinished or ("", -1)
+        if iteration == self._counters.iteration and not algorithm.under_way:
+            print(f"iteration {iteration} of {left} stays unfinished: {title} begins another")
         self.algorithm = algorithm
 
     def take_up(self, algorithm: Algorithm) -> None:

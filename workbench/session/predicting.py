@@ -145,12 +145,11 @@ class Predictor:
             raise BadInput(
                 f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
                 "calibration times the calls of a whole iteration",
-                "finish it with iterate(), or abandon it with restart() and run another",
+                "finish it with iterate(), or give it up with restart() and run another",
             )
         workload = self._workload(algorithm)
         known = self._calibrated()
-        plan = self._plan(self._hosts.placement, workload, known)
-        terms = _terms_by_call(plan)
+        terms = _terms_by_call(self._plan(self._hosts.placement, workload, known))
         measured = self._measured({call for call, _, _ in terms}, algorithm)
         for (call, _, role), made_of in terms.items():
             if call in measured:
@@ -164,11 +163,7 @@ class Predictor:
         return known.constants
 
     def predict(
-        self,
-        placement: Placement | None = None,
-        algorithm: Algorithm | None = None,
-        *,
-        staleness: NonNegativeInt = 0,
+        self, placement: Placement | None = None, algorithm: Algorithm | None = None, *, staleness: NonNegativeInt = 0
     ) -> Prediction:
         """Predict the time of an iteration under another placement (None: the present one), after `calibrate`.
         Measurements under that placement are shown beside it. Nothing is changed. staleness: as in `run`; rollout

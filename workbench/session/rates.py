@@ -102,8 +102,7 @@ class Rates:
         try:
             if destination == HERE:
                 return timed_bytes_s(key, source, ask)
-            bytes_s: float = ask(destination, "probe_link", key, source)
-            return bytes_s
+            return ask(destination, "probe_link", key, source)
         finally:
             ask(source, "release", [key])
 

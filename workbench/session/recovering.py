@@ -26,7 +26,7 @@ from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
 from workbench.messages.calls import HostInfo, Reply
-from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, reported
+from workbench.messages.metrics import MetricValues, merge_metrics, reported
 from workbench.placement import ROLLOUT
 from workbench.session.checkpoint.checkpoints import Automatic, Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, find_checkpoint, read_checkpoint
@@ -50,7 +50,7 @@ def recover(
     reload: Callable[[], object],
 ) -> Checkpoint | None:
     """`lab.recover(path)`. reload: `lab.reload`, called in this kernel when hosts were restarted with edited code."""
-    left = "some roles may have the state of the checkpoint, and others not", "call again to put back all of them"
+    left = "some roles may have the state of the checkpoint, and others not", "run the same call again"
     with stoppable("lab.recover()", left):
         checkpoint = _recover(runner, position, prompts, path)
     if runner.hosts.outdated:
@@ -363,9 +363,7 @@ def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
     elif failed:
         return
     elif not any(reply.stopped for reply in there):
-        metrics: Metrics = {}
-        for rank in run.result_ranks:
-            merge_metrics(metrics, there[rank].metrics)
+        metrics = merge_metrics({}, *(there[rank].metrics for rank in run.result_ranks))
         runner.interrupted.ended_without_kernel(run, (), MetricValues(reported(metrics)))
     runner.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
 

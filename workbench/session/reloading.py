@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pandas as pd
 
@@ -111,7 +109,7 @@ class Reloader:
         self._shipped = {p: code for p, code in self._shipped.items() if p[0] in self._hosts.description.models}
         self._note_notebook_code(())
 
-    @stoppable("lab.reload()", ("either all processes have the edits, or none", "call again to reload"))
+    @stoppable("lab.reload()", ("either all processes have the edits, or none", "run the same call again"))
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
@@ -194,15 +192,14 @@ class Reloader:
         for field in fields(algorithm) if algorithm is not None else ():
             if is_of_notebook(part := getattr(algorithm, field.name, None)):
                 title = type(algorithm).__name__
-                assign = f"assign it: {title.lower()}.{field.name} = {_notebook_name(part)}"
+                assign = f"assign it: {title.lower()}.{field.name} = {getattr(part, '__qualname__', '...')}"
                 held.append((f"{title}.{field.name} is still the old one; {assign}", part, partial(code_behind, part)))
         for what, part, before in held:
-            now, name = _current_definition(part), _notebook_name(part)
-            key = f"{name}: {what}"
+            now, key = _current_definition(part), f"{name_of(part)}: {what}"
             if now is not part and now is not self._told_of_cells.get(key):
                 self._told_of_cells[key] = now
                 if code_behind(now) != before():
-                    print(f"{name} was defined again: {what}")
+                    print(f"{name_of(now)} was defined again: {what}")
 
     def _tell_of_edits(self) -> None:
         """Print, once for each edit of a file that this kernel has loaded, that hosts still run the old code."""
@@ -249,7 +246,6 @@ class Reloader:
     def _note_notebook_code(self, roles: Collection[str]) -> None:
         """Remember the notebook code that the hosts were given for roles."""
         for role, field, part in self._notebook_code():
-            _notebook_name(part)  # which it may lose
             if role in roles or (role, field) not in self._shipped:
                 self._shipped[role, field] = code_behind(part)
 
@@ -365,26 +361,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-# of lambdas, and functions made by functions: the name that they had in the notebook
-_given_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-
-def _notebook_name(part: Any) -> str:
-    """Return the name of a function or class in the notebook: its own, or the one that was last bound to it."""
-    own, notebook = getattr(part, "__qualname__", "..."), vars(sys.modules["__main__"])
-    if own in notebook or not isinstance(part, FunctionType):
-        return str(own)
-    for name, value in list(notebook.items()):
-        if value is part and not name.startswith("_"):  # _, _7 and the like are IPython's
-            _given_names[part] = name
-    return _given_names.get(part, own)
-
-
 def _current_definition(part: Any) -> Any:
     """Return the function or class that the notebook has now under the name of `part`; `part` itself where only one of
-    both is a wrapper, because `functools.wraps` passes the name on, or where its given name is another's now."""
-    name, own = _notebook_name(part), getattr(part, "__qualname__", "")
-    now = vars(sys.modules["__main__"]).get(name, part)
-    alike = isinstance(now, type) == isinstance(part, type) and own in (name, getattr(now, "__qualname__", ""))
+    both is a wrapper, because `functools.wraps` passes the name on."""
+    now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
+    alike = isinstance(now, type) == isinstance(part, type)
     alike = alike and hasattr(now, "__wrapped__") == hasattr(part, "__wrapped__")
     return now if callable(now) and alike else part

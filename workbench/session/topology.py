@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -18,7 +18,6 @@ from workbench.config.description import Description
 from workbench.display.devices import DeviceMap, device_map
 from workbench.display.html import table
 from workbench.errors import BadInput
-from workbench.messages.calls import HostInfo
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
@@ -48,15 +47,16 @@ class Topology:
         self._events, self._events_lock = telemetry.follow("events"), threading.Lock()
         self._rests_s: dict[bool, deque[float]] = {starts: deque(maxlen=MOVES) for starts in (False, True)}
 
+    def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
+        self._ownership.check_open()
+        return self._hosts.describe(without)
+
     def frame(self) -> pd.DataFrame:
         """Return one row per role and rank, from the live processes: the rank's place in the role's layout (replica,
         pipeline stage, tensor rank), host, process, machine, rack (a label of its Ray node), device, how sequences run,
-        tokens of a micro-batch (none before the role's first pass), and bytes by use. `lab.memory()` draws it. Ranks
-        whose process is gone have process 0, and 0 bytes."""
-        self._ownership.check_open()
-        rows, racks, living = [], self._hosts.backend.racks(), self._hosts.describe_living()
-        for info in self._hosts.infos:
-            seen = living.get(info.name) or self._gone(info)
+        tokens of a micro-batch (none before the role's first pass), and bytes by use. `lab.memory()` draws it."""
+        rows, racks = [], self._hosts.backend.racks()
+        for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
@@ -93,15 +93,6 @@ class Topology:
         frame[use] = frame[use].fillna(0).astype("int64")
         host = [c for c in use if c.startswith("host_")]
         return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
-
-    def _gone(self, info: HostInfo) -> dict[str, Any]:
-        """Return what this kernel knows of a host that is gone."""
-        groups = [g for g in self._groups.by_role.values() if g.pool.name == info.pool and g.worker_role == g.role]
-        return {
-            "roles": {group.role: {"model": group.model} for group in groups},
-            "layouts": {group.role: self._hosts.place_of(group.role)[2] for group in groups},
-            "machine": "", **dict.fromkeys(("process", "resident_bytes", "batch_bytes", "published_bytes"), 0),
-        }  # fmt: skip
 
     def summary_html(self, caption: str) -> str:
         """Return a table of the roles: model, engines, pool, devices. Calls no process."""
@@ -163,7 +154,7 @@ class Topology:
         """Estimate the memory that this workbench's roles need on each device. placement: None: the present one."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
-        seen = list(self._hosts.describe_living().values())
+        seen = self._seen(without=self._hosts.lost)  # hosts of lost pools do not answer
         tokens = {role: held["micro_batch_tokens"] for of in seen for role, held in of["roles"].items()
                   if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
@@ -185,9 +176,8 @@ class Topology:
 
     def change(self, description: Description) -> PlacementChange:
         """Return the change from the current description to another one."""
-        self._ownership.check_open()
         lost = self.given_up(description)
-        seen = self._hosts.describe(without=lost)
+        seen = self._seen(without=lost)
         room = self._room(seen)
         change = PlacementChange(
             old=self._hosts.placement,

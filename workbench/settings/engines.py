@@ -248,7 +248,7 @@ class Sampling:
     max_seconds: PositiveFloat | None = None
     most_open: PositiveInt | None = None
     concurrency: PositiveInt = 8
-    call_timeout_s: PositiveFloat = 30.0
+    call_timeout_s: Annotated[Number, Field(gt=0)] = 30.0
     retries: NonNegativeInt = 0
     most_failed: Annotated[Number, Field(ge=0, le=1), Rule("must be a share of the rows, in [0, 1]")] = 0.2
 

@@ -114,10 +114,8 @@ class Layout:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ along one axis only; every rank is in exactly one group."""
-        which = {"data": 0, "pipeline": 1, "tensor": 2}[axis]
-        mesh = np.moveaxis(self.mesh(), which, -1)
-        groups: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
-        return groups
+        mesh = np.moveaxis(self.mesh(), {"data": 0, "pipeline": 1, "tensor": 2}[axis], -1)
+        return mesh.reshape(-1, mesh.shape[-1]).tolist()
 
     def __str__(self) -> str:
         same = self.p_g in (None, self.p) and self.t_g in (None, self.t)

@@ -50,7 +50,7 @@ RATES = (
 LIVE = (*RATES, "minibatches")
 """Fields of `Training` that can be assigned while a workbench lives. `RATES`: fields that only the optimizer reads."""
 WHOLE_TENSORS = {  # optimizer -> why it needs whole tensors on each rank
-    "muon": "Muon orthogonalizes the step of a whole matrix",
+    "muon": "Muon orthogonalizes steps of whole matrices",
     "adamw_8bit": "8-bit moments belong to whole tensors",
 }
 CHECKED_STEPS = 100  # steps of a schedule that are checked if `total_steps` is None
@@ -160,7 +160,7 @@ class Training:
         if self.optimizer in WHOLE_TENSORS and self.engine != "torch":
             raise BadInput(
                 f"Training(optimizer={self.optimizer!r}, engine={self.engine!r})",
-                f"{WHOLE_TENSORS[self.optimizer]}, and ZeRO gives the optimizer pieces of many",
+                f"{WHOLE_TENSORS[self.optimizer]}, and ZeRO gives the optimizer pieces of many tensors",
                 "use engine='torch', or optimizer='adamw'",
             )
         if callable(self.schedule):

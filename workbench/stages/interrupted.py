@@ -163,8 +163,7 @@ class Interrupted:
         if update := self._take(run, ended=True):
             note(f"{run.name}: it had ended when it was interrupted; these are its metrics")
             run.metrics = run.update_result = update.result
-            reported = run.runner.telemetry.reported(run.reported_as, update.number)
-            run.answer(update.result, reported=reported)
+            run.answer(update.result, reported=run.runner.telemetry.reported(run.reported_as, update.number))
 
     def sent(self, run: Run, calls: list[Call]) -> list[Call]:
         """Record in the journal that a run goes to its hosts. Returns its calls; the calls of an interrupted update
@@ -174,8 +173,8 @@ class Interrupted:
         if update is None:
             return calls
         part = update.parts[0]
-        where = f"continues at optimizer step {part.steps + 1} of" if part.steps < part.of else "has already taken all"
-        note(f"{run.name}: {where} {part.of}")
+        where = f"continues at optimizer step {part.steps + 1} of {part.of}"
+        note(f"{run.name}: {where if part.steps < part.of else f'has already taken all {part.of} optimizer steps'}")
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
     def open_updates(self, *, failed: bool = False) -> list[str]:

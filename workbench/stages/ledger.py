@@ -15,7 +15,7 @@ from workbench.batches.store import Weights
 from workbench.config.description import Description
 from workbench.errors import NotDriving, NotFound
 from workbench.messages.calls import Call, UpdatePart
-from workbench.messages.metrics import Metrics, MetricValues, merge_metrics
+from workbench.messages.metrics import MetricValues, merge_metrics
 
 
 class Counters:
@@ -118,9 +118,7 @@ class SentRun:
         """Return calls that continue with the next step. layout, result_ranks: the present ones."""
         parts = self.parts
         if layout != self.layout:  # the role has moved since: give the metrics so far to one rank whose metrics count
-            metrics: Metrics = {}
-            for rank in self.result_ranks:
-                merge_metrics(metrics, parts[rank].metrics)
+            metrics = merge_metrics({}, *(parts[rank].metrics for rank in self.result_ranks))
             empty = replace(parts[0], metrics={})
             parts = tuple(
                 replace(empty, metrics=metrics) if rank == result_ranks[0] else empty for rank in range(len(calls))

@@ -75,7 +75,7 @@ class LiveSettings:
         ):
             raise BadInput(
                 first, f"an interrupt left an update of the {role} between two of its minibatches",
-                "run the same call again, which takes the other steps, and then change it",
+                "run the same call again for the remaining steps, and then change the setting",
             )  # fmt: skip
         self._hosts.set_description(description.retrained(role, after, changed))
         try:

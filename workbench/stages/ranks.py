@@ -11,7 +11,7 @@ from workbench.backends.base import Backend, Pending
 from workbench.errors import HostDied, StageError, StageTimeout, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
 from workbench.errors.plain_text import said
-from workbench.messages.calls import IN_COLLECTIVE, FailedRows, Failure, PeerFailed, Reply
+from workbench.messages.calls import FailedRows, Failure, PeerFailed, Reply
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
@@ -80,12 +80,6 @@ class RankWatch:
         if self._ask(backend, hosts if ending else hosts[:1]) or not ending:
             self.note_progress()
         return time.monotonic() - self._last_progress_s
-
-    @property
-    def wait_for_failed(self) -> bool:
-        """Whether a rank has failed, and all that are still at work were last seen in a collective."""
-        seen = [self._seen.get(self._hosts[rank], ("",))[0] for rank in self.working]
-        return bool(self.failed) and all(doing.endswith(IN_COLLECTIVE) for doing in seen)
 
     def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
         """Ask hosts for their status; return whether an earlier answer shows progress."""

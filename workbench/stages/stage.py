@@ -31,7 +31,7 @@ from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted, StageTimeout, UpstreamError
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call, Reply, agreed_columns
-from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, reported
+from workbench.messages.metrics import MetricValues, merge_metrics, reported
 from workbench.placement import ROLLOUT
 from workbench.settings.training import Training
 from workbench.stages import interrupted
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 # After one rank fails, others may wait for it in a collective for ever. Ranks that make no progress for this long after
 # a failure, or when they are to stop, count as stuck; ranks that make progress are waited for.
 GRACE_S = 60.0
-COLLECTIVE_GRACE_S = 10.0  # where a rank has failed, and all others are in a collective
 
 
 class StageRun(Run):
@@ -66,8 +65,7 @@ class StageRun(Run):
         self, runner: StageRunner, group: WorkerGroup, stage: str, *, as_update: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """as_update: the role's later stages wait for it, as they do for updates. then: called after it has succeeded,
-        before waiters are woken."""
+        """as_update, then: see `StageRunner.prepare`."""
         super().__init__(runner, group, stage)
         self.operation = group.operations[stage].operation
         self.updates = as_update or self.operation.updates
@@ -275,8 +273,7 @@ class StageRun(Run):
             self._end()
             return
         ending = bool(self.ranks.failed) or self._stopping
-        stalled_s = self.ranks.stalled_s(self.runner.hosts.backend, ending=ending)
-        if stalled_s > (COLLECTIVE_GRACE_S if self.ranks.wait_for_failed else GRACE_S):
+        if self.ranks.stalled_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
             self.stuck = True
             self._end()
 
@@ -294,7 +291,7 @@ class StageRun(Run):
         late = f"{self.name} took longer than timeout_s={self.timeout_s:g}"
         if not self.calls:
             self.fail(StageTimeout(
-                late, f"it waited for pool {self.group.pool.name!r}, which still runs a stage that was given up",
+                late, f"it waited for pool {self.group.pool.name!r}, which still runs a stage that was cancelled",
                 "wait for that stage, or if it never ends restart its pool with lab.recover()",
             ))  # fmt: skip
             return
@@ -355,10 +352,7 @@ class StageRun(Run):
         for line in dict.fromkeys(line for reply in self.replies for line in reply.notes):
             note(f"{self.name}: {line}")
         collected = [self.replies[rank] for rank in self.result_ranks]
-        metrics: Metrics = {}
-        for reply in collected:
-            merge_metrics(metrics, reply.metrics)
-        self.metrics = MetricValues(reported(metrics))
+        self.metrics = MetricValues(reported(merge_metrics({}, *(reply.metrics for reply in collected))))
         weights = runner.counters.weights
         # some runs are ordered like updates but change no weights, such as `check_sync` of rollout workers
         if self.operation.updates and role in weights:

@@ -76,7 +76,9 @@ def checks_calls(called: str, internal: str = "") -> Callable[[C], C]:
 
     def decorate(kind: C) -> C:
         listed: Any = kind.__dir__
-        setattr(kind, "__dir__", lambda self: [name for name in listed(self) if name not in hidden])  # noqa: B010
+        assert hidden <= {*dir(kind)}, f"{kind.__name__} has no {hidden - {*dir(kind)}}"
+        if hidden:
+            setattr(kind, "__dir__", lambda self: [name for name in listed(self) if name not in hidden])  # noqa: B010
         for name, member in list(vars(kind).items()):
             inner = getattr(member, "__func__", member)  # of a static or class method
             if name.startswith("_") or not isinstance(inner, types.FunctionType):

@@ -95,17 +95,6 @@ ELSEWHERE: dict[str, str] = {
     "step": "algorithm.step(), as in wb.PPO(lab).step()",
 }  # fmt: skip
 
-# An argument -> those of which one switches it on, where the call has them.
-SWITCHES: dict[str, tuple[str, ...]] = {
-    "kl": ("kl_coefficient",),
-    "kl_horizon": ("kl_target",),
-    "max_response_tokens": ("aggregation", "overlong_buffer"),
-    "pretrain_coefficient": ("pretrain",),
-    **dict.fromkeys(("max_turns", "max_calls", "max_seconds", "most_open", "concurrency", "call_timeout_s", "retries",
-                     "most_failed"), ("environment", "agent")),
-}  # fmt: skip
-OFF = (None, 0, "token-mean")  # defaults with which these are off
-
 
 class NamedAttributes:
     """A base class of objects that users hold: the error for an unknown attribute says what to write."""
@@ -161,20 +150,6 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
     if missing := [name for name in needed if name not in names]:
         remedy = f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)"
         raise BadInput(f"{called}() without {', '.join(missing)}", "it has no default", remedy)
-
-
-def check_switches(called: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
-    """Raise `BadInput` for an argument without effect, because the one that switches it on was left out. A switch that
-    is given as off is a choice, as one arm of a sweep makes it: `kl="k2", kl_coefficient=0` is allowed."""
-    for name, value in given.items():
-        switches = [switch for switch in SWITCHES.get(name, ()) if switch in parameters]
-        off = switches and all(switch not in given and parameters[switch].default in OFF for switch in switches)
-        if off and isinstance(value, str | int | float) and value != parameters[name].default:
-            raise BadInput(
-                f"{called}({name}={shown(value)})",
-                f"it has no effect without {' or '.join(switches)}",
-                f"give {switches[0]}=..., or leave {name} out",
-            )
 
 
 def check_call(

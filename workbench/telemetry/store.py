@@ -316,7 +316,7 @@ class TelemetryStore:
             self._warned = True
             failed = error if isinstance(error, WriteFailed) else files.failed_write(error, self._path(name), needed)
             warnings.warn(
-                f"telemetry: {failed.value}. {failed.rule}. The run goes on; rows wait in memory until there is space, "
+                f"telemetry: {failed.value}. {failed.rule}. The run continues; rows wait in memory for free space, "
                 "and repr(lab) counts them.",
                 stacklevel=2,
             )

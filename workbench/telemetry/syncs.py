@@ -80,12 +80,7 @@ class Sync(OpenSync):
 
 
 def sync_frame(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Return one row per event, over all its ranks, in order: `SYNC_COLUMNS`.
-
-    verdict: "ok", or the problem, with the culprit: "checksum differs": a weight is not the one that was sent; "not
-    synced": the engine generated with other weights than the trainer had; "synced twice": its last sync had given it
-    the same weights; "failed": an error ended the sync.
-    """
+    """Return one row per event, over all its ranks, in order: `SYNC_COLUMNS`; see `TelemetryStore.syncs`."""
     import pandas
 
     events: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}

@@ -50,20 +50,9 @@ from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_gr
 from workbench.workers.user_loss import UserFunction
 
 Estimator = Literal[
-    "gae",
-    "gae_turn",
-    "grpo",
-    "grpo_batch_std",
-    "grpo_process",
-    "dr_grpo",
-    "rloo",
-    "off_policy_baseline",
-    "remax",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "reinforce_turn",
-    "reinforce_turn_baseline",
-]
+    "gae", "gae_turn", "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "remax",
+    "reinforce_pp", "reinforce_pp_baseline", "reinforce_turn", "reinforce_turn_baseline",
+]  # fmt: skip
 MacroTokens = PositiveInt | Literal["random", "perplexity", "steps"]
 # the samples of a prompt are each other's baseline: one response per prompt teaches nothing
 GROUPED = (

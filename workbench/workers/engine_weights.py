@@ -137,7 +137,7 @@ def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device
 
 # --- is the gap of a sync rounding ------------------------------------------------------------------------------------
 
-# Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
+# Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by device and dtype.
 # `benchmarks/sync_gap.py` prints the measurements behind these limits. CPU, SmolLM2-135M and tiny models, before and
 # after updates: float32 at most 6e-6 (135M, 30 layers) and 8e-7 (tiny), bfloat16 0.048 and 0.017; in both a layer left
 # out, two layers swapped or a layer with another's keys make at least 0.31 with the 135M model. GPU (H100, SmolLM2-135M
@@ -146,12 +146,8 @@ def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device
 # probe less than bfloat16 rounds: their bits show them, if the engine's can be read, as on a GPU. float16 rounds less
 # than bfloat16, and may differ as much.
 SYNC_TOLERANCE = {
-    ("float32", "cpu"): 2e-4,
-    ("bfloat16", "cpu"): 0.1,
-    ("float16", "cpu"): 0.1,
-    ("float32", "cuda"): 1e-2,
-    ("bfloat16", "cuda"): 0.1,
-    ("float16", "cuda"): 0.1,
+    "cpu": {"float32": 2e-4, "bfloat16": 0.1, "float16": 0.1},
+    "cuda": {"float32": 1e-2, "bfloat16": 0.1, "float16": 0.1},
 }
 # Rounding grows if the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
 # 135M model in bfloat16), and so does the tolerance.
@@ -160,7 +156,7 @@ LIKELY_NATS = 5.0
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
     """Return the largest mean gap in nats that is rounding, for these log-probabilities by the trainer."""
-    return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
+    return SYNC_TOLERANCE[device.type][dtype] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
 
 
 class SyncMetrics:

@@ -26,11 +26,7 @@ from workbench.models.packing import to_device
 
 
 def cut(
-    lengths: Sequence[int],
-    budget_tokens: int,
-    *,
-    padded: bool = False,
-    prompts: Sequence[tuple[int, int]] = (),
+    lengths: Sequence[int], budget_tokens: int, *, padded: bool = False, prompts: Sequence[tuple[int, int]] = ()
 ) -> list[list[int]]:
     """Return the row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer row is alone).
 

@@ -126,10 +126,7 @@ class ModelWorker(PassWorker):
         return self.write_together(path, self.engine.named_weights(), write)
 
     def write_together(
-        self,
-        path: str | Path,
-        tensors: Iterator[tuple[str, Tensor]],
-        write: Callable[[Path, dict[str, Tensor]], None],
+        self, path: str | Path, tensors: Iterator[tuple[str, Tensor]], write: Callable[[Path, dict[str, Tensor]], None]
     ) -> str:
         """Call `write(folder, tensors)` on the first rank, with copies of the tensors on its CPU; return the folder's
         absolute path. Raises the errors of `write_weights`."""
@@ -194,9 +191,7 @@ def log_probs_of(model: PreTrainedModel, spec: Model) -> TokenLogProbs:
     """Wrap a causal language model in the module that computes its log-probabilities with the spec's settings."""
     assert spec.training is not None
     return TokenLogProbs(
-        model,
-        micro_batch_tokens=spec.training.micro_batch_tokens,
-        float32_head=spec.training.head_dtype == "float32",
+        model, micro_batch_tokens=spec.training.micro_batch_tokens, float32_head=spec.training.head_dtype == "float32"
     )
 
 

@@ -144,9 +144,7 @@ class StepLosses:
 
     def metrics(self, report: StepReport, replicas: int) -> tuple[Metrics, str]:
         """Return the step's metrics, and why the step was skipped ("" if it was taken)."""
-        metrics, why = Metrics(), ""
-        for reported in on_host(self.reported):
-            merge_metrics(metrics, reported)
+        metrics, why = merge_metrics({}, *on_host(self.reported)), ""
         loss = metrics.get("loss", Mean(total=0.0, count=0.0))  # reported on the last stage of a pipeline
         assert isinstance(loss, Mean)
         # each replica holds its share of one global loss: the shares add up, and count once per step
@@ -306,13 +304,7 @@ class TokenBudget:
     """
 
     def __init__(
-        self,
-        given: int | None,
-        context: Context,
-        engine: TrainingEngine,
-        module: PackedModule,
-        *,
-        trained: bool,
+        self, given: int | None, context: Context, engine: TrainingEngine, module: PackedModule, *, trained: bool
     ) -> None:
         self._context, self._engine, self._module, self._trained = context, engine, module, trained
         self.padded = module.padded_because is not None

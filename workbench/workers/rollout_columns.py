@@ -73,7 +73,7 @@ def never_answered(conversations: Sequence[Conversation], sampling: Sampling, ra
         return ()
     return (
         f"no reply of environment {name_of(sampling.environment)} was read on rank {rank}: all {len(conversations)} "
-        "conversations were cut in their first turn, or had no room for its reply, by "
+        "conversations were cut in their first turn, or had no room for its reply, because of "
         f"max_new_tokens={sampling.max_new_tokens} or Generation.max_model_tokens. Raise them, or end turns with stop=",
     )
 

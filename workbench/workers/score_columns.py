@@ -171,12 +171,11 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def step_ends_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> Ragged:
     """Return a column that is 1 on the last token of each step, see `steps_of`."""
-    like, rows = batch.ragged("response_ids"), []
-    for tokens, (ends, _) in zip(like.lengths.tolist(), steps_of(batch, tokenizer, text), strict=True):
-        row = torch.zeros(tokens, dtype=torch.bool)
-        row[ends] = True
-        rows.append(row)
-    return Ragged.of(rows, torch.bool)
+    like = batch.ragged("response_ids")
+    marks, starts = torch.zeros(len(like.values), dtype=torch.bool), like.lengths.cumsum(0) - like.lengths
+    for start, (ends, _) in zip(starts.tolist(), steps_of(batch, tokenizer, text), strict=True):
+        marks[[start + end for end in ends]] = True
+    return like.like(marks)
 
 
 def step_ends(

@@ -58,7 +58,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
     if arguments["function"] is None:
         if arguments.get("steps") is True:
-            raise BadInput("steps=True without a function", "a model does not say where steps end", "give their end")
+            raise BadInput("steps=True without a function", "a model does not say where steps end", 'give steps="text"')
         if arguments["only"] is not None:
             raise BadInput("only= without a function", "a model scores all rows, or fails for all", "leave it out")
         return

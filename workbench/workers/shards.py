@@ -106,8 +106,7 @@ class Shards:
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
         """Return the lengths of some rows of a ragged column; the controller balances rows with them."""
-        lengths: np.ndarray = ragged_in(self._kept(key, (column,)), column).lengths.numpy()[positions]
-        return lengths
+        return ragged_in(self._kept(key, (column,)), column).lengths.numpy()[positions]
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller (prompts) or a rollout worker made."""

@@ -99,22 +99,17 @@ def estimated(
     everywhere = whole(mask)
     assert isinstance(everywhere, Ragged)
     inside_NT = everywhere.pad().bool()
+    made: dict[str, ColumnValues] = {"rewards": scores_B, "token_rewards": Ragged.unpad(rewards_BT, mask.lengths)}
     values: dict[str, Any] = {}
     for name in ParameterNames.of(function).names:
-        column = batch.columns.get(signal.column(name))
-        if name == "rewards":
-            column = scores_B
-        elif name == "token_rewards":
-            column = Ragged.unpad(rewards_BT, mask.lengths)
         if name == "mask":
             values[name] = inside_NT
-        if name == "mask" or column is None:
-            continue
-        found = whole(column)
-        if isinstance(found, Ragged):
-            along = torch.equal(found.lengths, everywhere.lengths)
-            found = selected(found.pad(), inside_NT) if along else found.pad()
-        values[name] = found
+        elif (column := made.get(name, batch.columns.get(signal.column(name)))) is not None:
+            found = whole(column)
+            if isinstance(found, Ragged):
+                along = torch.equal(found.lengths, everywhere.lengths)
+                found = selected(found.pad(), inside_NT) if along else found.pad()
+            values[name] = found
     with torch.no_grad():
         returned = call("estimator", function, values)
     mine_V = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows)[valid_B])

@@ -76,11 +76,14 @@ class ParameterNames:
         )
 
 
-def check_function(argument: str, function: UserFunction, written: str, one_of: Collection[str] = ()) -> None:
+def check_function(
+    argument: str, function: UserFunction, written: str, one_of: Collection[str] = (), **options: float | None
+) -> None:
     """Raise `BadInput` if a function cannot be called by its parameters' names, or cannot be sent to workers.
 
     argument: the argument that has the function as value, such as "loss". written: how such a function is written, for
-    messages. one_of: the function must ask for at least one of these names.
+    messages. one_of: the function must ask for at least one of these names. options: of built-in losses, which must be
+    None beside a function.
     """
     what, parameters = f"{argument}={name_of(function)}", parameters_of(function)
     if parameters is None:
@@ -92,6 +95,14 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
     if one_of and not set(one_of) & set(asked.names):
         rule = f"its gradient comes through {' or '.join(map(repr, one_of))}: it must have such a parameter"
         raise BadInput(f"{what} takes {', '.join(asked.names) or 'nothing'}", rule, f"write {written}")
+    for name, value in options.items():
+        if value is not None:
+            raise BadInput(
+                f"{name}={value} with {what}",
+                "it applies to built-in losses only: a function has its own options",
+                f"leave it out, or write {name}=None; functools.partial({name_of(function)}, {name}={value}) passes it "
+                "to the function",
+            )
     try:
         by_value(function)
     except Exception as error:
@@ -334,7 +345,9 @@ class Logits:
                     "use numbers, and tensors of other shapes, inside the function itself",
                 )
         # a micro-batch without a chosen token reads one anyway: every rank calls the head equally often
-        read_BR = chosen_BR if bool(chosen_BR.any()) else _first(chosen_BR)
+        read_BR = chosen_BR.clone()
+        if not read_BR.any():
+            read_BR.view(-1)[:1] = True
         rows = [other[read_BR] for other in others]
 
         def of_part(logits: Tensor, place: slice) -> Tensor:
@@ -388,10 +401,3 @@ def stand_ins(inside_BR: Tensor, module: PackedModule) -> dict[str, Any]:
 
     hidden = torch.zeros(*inside_BR.shape, config.hidden_size, requires_grad=True)
     return {"logits": Logits(inside_BR, of_tokens), "hidden_states": hidden}
-
-
-def _first(chosen_BR: Tensor) -> Tensor:
-    """Return a mask of the first position alone."""
-    first_BR = torch.zeros_like(chosen_BR)
-    first_BR.view(-1)[:1] = True
-    return first_BR

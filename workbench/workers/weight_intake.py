@@ -62,12 +62,7 @@ class WeightIntake:
 
     @torch.no_grad()
     def weights(
-        self,
-        published: Published,
-        device: torch.device,
-        kept: dict[str, Tensor] | None = None,
-        *,
-        since: str = "",
+        self, published: Published, device: torch.device, kept: dict[str, Tensor] | None = None, *, since: str = ""
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's
         slices written.

@@ -165,10 +165,7 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """Return the worker's settings and state, for `repr` and reports."""
-        return {
-            "role": type(self).__name__,
-            "model": str(self.spec),
-        }
+        return {"role": type(self).__name__, "model": str(self.spec)}
 
 
 ONE_MEMORY = "on a CPU, device and host memory are the same"

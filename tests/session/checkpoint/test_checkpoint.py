@@ -164,13 +164,13 @@ def test_a_resumed_program_keeps_what_it_had_saved(tmp_path: Path) -> None:
             return made
 
     assert program() == [1, 2, 3]
-    with expect_error(BadInput, value="0' holds something"):
+    with expect_error(BadInput, value="0' is not empty"):
         program()
-    with expect_error(BadInput, value="2' holds something"):  # of another run: it is newer
+    with expect_error(BadInput, value="2' is not empty"):  # of another run: it is newer
         program(resume=tmp_path / "1")
     shutil.rmtree(tmp_path / "2")
     assert program(resume=tmp_path / "1") == [2, 3]
-    with wb.restore(tmp_path / "1", name="other") as lab, expect_error(BadInput, value="1' holds something"):
+    with wb.restore(tmp_path / "1", name="other") as lab, expect_error(BadInput, value="1' is not empty"):
         lab.save(tmp_path / "1")
 
 

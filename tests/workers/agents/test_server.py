@@ -229,8 +229,9 @@ def test_nothing_listens_afterwards() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/compl"])
 def test_connections_that_come_as_the_server_ends_are_closed(sent: bytes) -> None:
+    gc.collect()  # what earlier tests left
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", ResourceWarning)
         for clients in range(1, 6):
             server = AgentServer(Sampling())
             with server.running():

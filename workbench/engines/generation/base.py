@@ -51,8 +51,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> No
 
 
 def check_model_length(config: Any, settings: Generation, model: str = "the model") -> None:
-    """Raise `BadInput` for a model with fewer positions than `settings.max_model_tokens`, or that vLLM would compute
-    differently."""
+    """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
     positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
         scaled = rope_of(config).get("rope_type") == "dynamic"
@@ -66,12 +65,6 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
         raise BadInput(
             f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
             "vLLM scales the positions of all rows, transformers only those of rows longer than the original limit",
-            "use engine='transformers'",
-        )
-    if settings.engine == "vllm" and config.model_type == "gpt_oss":
-        raise BadInput(
-            f"Generation.engine='vllm' for {model}, a gpt_oss",
-            "vLLM does not reload its experts, so that a weight sync would leave them as they were",
             "use engine='transformers'",
         )
 

@@ -1,19 +1,11 @@
 """Generation with transformers alone: with the trainer's own module, or with a copy.
 
-A transformers model decodes rows, with its forward pass and key-value cache, in a batch that rows join and leave.
-
 `model.generate` decodes a batch from its beginning to the end of its longest row. Here a row leaves when it has ended,
-and other rows take its place, as in vLLM.
+and other rows take its place, as in vLLM. Tokens are drawn from the distribution that `Sampling` describes, each row
+from its own random stream. transformers' own repetition penalty also counts the padding to the left of a prompt, so
+that a response would depend on the other rows of its batch; it has no penalties for presence and frequency.
 
-Shapes: B rows, T positions, V vocabulary; keys and values are [B, heads, T, width].
-
-The module also computes the distribution that `Sampling` describes, from the logits, as vLLM does, and draws tokens
-from it, each row from its own random stream.
-
-transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend on
-the other rows of its batch; it has no penalties for presence and frequency.
-
-Shapes: B rows, V vocabulary, K tokens a block, N blocks.
+Shapes: B rows, T positions, V vocabulary, K tokens a block, N blocks; keys and values are [B, heads, T, width].
 """
 
 from __future__ import annotations
@@ -243,8 +235,7 @@ class TransformersDecoding(Decoding):
                 input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_ids, past_key_values=cache,
                 use_cache=True, **self._options,
             )  # fmt: skip
-        logits_BV: Tensor = out.logits[:, -1]
-        return logits_BV
+        return out.logits[:, -1]
 
     def _draw(self, logits_BV: Tensor) -> None:
         """Draw the next token of each row, with its log-probability."""
@@ -328,7 +319,8 @@ class TransformersEngine(GenerationEngine):
                 "rows join and leave a batch with their keys and values, but layers of this model keep another state",
                 "use Generation(engine='vllm')",
             )
-        if "position_ids" not in inspect.signature(model.forward).parameters:
+        positions = "position_ids" in inspect.signature(model.forward).parameters
+        if not positions and model.config.model_type not in ("bloom", "mpt"):  # these bias attention by distances
             raise BadInput(
                 f"a model of type {model.config.model_type} with Generation(engine='transformers')",
                 "rows are padded at their beginnings, and it takes no position_ids: it would count the padding",

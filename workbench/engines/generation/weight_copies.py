@@ -68,7 +68,7 @@ class WeightCopies:
             if weight.shape != self._shapes.get(name):
                 raise SyncError(
                     f"weight {name!r} of shape {tuple(weight.shape)}",
-                    "each sync must send the same weights as the sync before it",
+                    "each sync must send weights of the same names and shapes",
                     "for another model, close the engine and create a new one",
                 )
             missing.discard(name)

@@ -220,7 +220,8 @@ class TrainingEngine(ABC):
             held = dict(self.held_state(kind))
             if held.keys() != saved.keys():
                 raise BadInput(
-                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} has {len(held)} other ones"
+                    f"a state of {len(saved)} tensors",
+                    f"{type(self.module).__name__} has {len(held)}, and their names differ",
                 )
             for name, tensor in held.items():
                 tensor.copy_(saved[name])

@@ -134,7 +134,6 @@ class Pipeline:
         after = self._ranks.rank + 1
         gradient = None if awaited is None else torch.empty_like(awaited, requires_grad=False)
         self._ranks.exchange(
-            [] if output is None else [(after, output)],
-            [] if gradient is None else [(after, gradient)],
+            [] if output is None else [(after, output)], [] if gradient is None else [(after, gradient)]
         )
         return gradient

@@ -257,5 +257,4 @@ def _adamw_8bit(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         import bitsandbytes
     finally:
         quiet.setLevel(level)
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(list(groups))
-    return optimizer
+    return bitsandbytes.optim.AdamW8bit(list(groups))

@@ -102,7 +102,7 @@ class Checkpoints:
         def left() -> tuple[str, str]:
             if (folder / MANIFEST).is_file():
                 return "the checkpoint is complete", f"wb.restore({str(folder)!r}) continues from it"
-            return "no part of it was kept, and earlier checkpoints are unchanged", "call again to save"
+            return "no part of it was kept, and earlier checkpoints are unchanged", "run the same call again"
 
         with stoppable(f"saving to {str(folder)!r}", left):
             saved = self._save(folder, algorithm or self._position.algorithm, models=models)
@@ -152,13 +152,11 @@ class Checkpoints:
     def _saved_before(self, folder: Path) -> Checkpoint | None:
         """Return the checkpoint in a folder if this script was resumed, has begun no iteration since, and saved it
         before it was resumed."""
-        position, counters = self._position, self._runner.counters
-        start = position.checkpoint
-        if start is None or counters.iteration != start.iteration or not (folder / MANIFEST).is_file():
+        start, counters = self._position.checkpoint, self._runner.counters
+        resumed = self._position.passed_over or counters.iterations_to_skip
+        if start is None or not resumed or counters.iteration != start.iteration or not (folder / MANIFEST).is_file():
             return None
-        there = read_checkpoint(folder)
-        resumed = position.passed_over or counters.iterations_to_skip
-        if not resumed or there.values["saved_s"] > start.values["saved_s"]:
+        if (there := read_checkpoint(folder)).values["saved_s"] > start.values["saved_s"]:
             return None
         print(f"{str(folder)!r} was saved before this run was resumed")
         return there
@@ -203,8 +201,8 @@ class Checkpoints:
         if left := runner.interrupted.open_updates(failed=under_way):
             raise BadInput(
                 f"save({str(folder)!r}) after {left[0]} stopped or failed between two of its steps",
-                "a checkpoint does not hold which steps were taken",
-                "run the same call again, which takes the other steps, or abandon it with "
+                "a checkpoint does not record which steps were taken",
+                "run the same call again for the remaining steps, or give it up with "
                 + ("lab.algorithm.restart()" if under_way else f"another update of {left[0].partition('.')[0]}"),
             )  # fmt: skip
 

@@ -178,8 +178,7 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         rows = [{"role": role, **{k: v for k, v in said.items() if k != "parts"}}
                 for role, said in self.values["roles"].items()]  # fmt: skip
-        caption = f"{self.folder}: {self._when}, {bytes_text(self.nbytes)}"
-        return table(rows, caption=caption)
+        return table(rows, caption=f"{self.folder}: {self._when}, {bytes_text(self.nbytes)}")
 
 
 def sweep(folder: Path) -> None:

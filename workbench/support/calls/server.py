@@ -39,6 +39,7 @@ from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
 from workbench.support.calls.needs import check_needs
 from workbench.support.process_environment import ProcessEnvironment, apply_changes
+from workbench.support.replaced import replaced
 
 HEAD = struct.Struct("<Q")  # of a message: its length
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,18 +98,15 @@ def noting_alarms() -> Iterator[None]:
             wants[:] = [threading.current_thread() is not threading.main_thread()]
         return set_handler(signalnum, handler)
 
-    signal.signal = noted
-    try:
+    with replaced(signal, "signal", noted):
         yield
-    finally:
-        signal.signal = set_handler
 
 
 # message about a call, its rule and its remedy
 NO_HANDLER = "sets a handler for signal.alarm outside the main thread"
 HANDLERS = (
     "Python allows handlers only in the main thread, in which plain functions are called one at a time",
-    "set concurrency=1 without async and own_process=False, or limit its time in another way",
+    "set concurrency=1, leave out async and own_process=False, or limit its time in another way",
 )
 COROUTINES = 8  # at the same time, where no number was given
 

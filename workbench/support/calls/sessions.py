@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from workbench.errors import BadInput
@@ -15,22 +15,17 @@ from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.server import event_loop, noting_alarms
 from workbench.support.calls.session import CallProcess, CallsInHost, Session
 from workbench.support.process_environment import ProcessEnvironment
+from workbench.support.replaced import replaced
 
 MOST_FUNCTIONS = 8  # how many a process keeps
 
 _in_place = False
 
 
-@contextlib.contextmanager
-def in_place() -> Iterator[None]:
+def in_place() -> AbstractContextManager[None]:
     """Inside, call functions in their host, one after the other, without limits, and raise their errors unchanged, so
     that a debugger can stop in them. They run in the host's own thread, unless they wait for it."""
-    global _in_place
-    _in_place, before = True, _in_place
-    try:
-        yield
-    finally:
-        _in_place = before
+    return replaced(sys.modules[__name__], "_in_place", True)
 
 
 class UserCalls:

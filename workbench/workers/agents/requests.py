@@ -29,25 +29,13 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
 }
-REMEDIES = {
-    "n": "send n requests",
-    "logprobs": "leave it out: the batch has them in its column rollout_log_prob",
-}
+REMEDIES = {"n": "send n requests", "logprobs": "leave it out: the batch has them in its column rollout_log_prob"}
 # Fields that do not affect the answer.
 WITHOUT_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+OF_BOTH = ("model", "max_tokens", "stop", "stream", "stream_options")
 OWN: Mapping[Kind, tuple[str, ...]] = {
-    "chat": (
-        "model",
-        "messages",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "tools",
-        "tool_choice",
-        "stream",
-        "stream_options",
-    ),
-    "text": ("model", "prompt", "max_tokens", "stop", "stream", "stream_options"),
+    "chat": (*OF_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"),
+    "text": (*OF_BOTH, "prompt"),
 }
 UNICODE = "all its texts must be Unicode, without halves of surrogate pairs", "leave the broken characters out"
 MOST_STOPS = 16

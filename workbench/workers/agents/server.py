@@ -122,7 +122,8 @@ class AgentServer:
             yield
         finally:
             self._keys.clear()
-            loop.call_soon_threadsafe(stop.set)
+            if not loop.is_closed():  # it is, if the server could not start
+                loop.call_soon_threadsafe(stop.set)
             thread.join(END_TIMEOUT_S)
             listening.close()
 

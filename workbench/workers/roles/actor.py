@@ -127,15 +127,8 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     if callable(loss := arguments["loss"]):
-        check_function("loss", loss, A_LOSS, one_of=WITH_GRADIENT)
-        for name in ("clip", "clip_high", "dual_clip"):
-            if arguments[name] is not None:
-                raise BadInput(
-                    f"{name}={arguments[name]} with loss={name_of(loss)}",
-                    "a clip applies to built-in losses only: a function has its own options",
-                    f"leave it out, or write {name}=None; functools.partial({name_of(loss)}, {name}={arguments[name]}) "
-                    "passes it to the function",
-                )
+        clips = {name: arguments[name] for name in ("clip", "clip_high", "dual_clip")}
+        check_function("loss", loss, A_LOSS, one_of=WITH_GRADIENT, **clips)
     given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
     if given and (loss == "sapo" or isinstance(loss, KLCov)):
         why = "SAPO has no clip: its gate is smooth" if loss == "sapo" else "KL-Cov has no clip"
@@ -214,10 +207,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             log_probs.put(micro, log_probs_N)
             entropies.put(micro, entropies_N)
         column = log_probs.column()
-        metrics: Metrics = {
-            "old_log_prob/mean": mean_of(column, batch),
-            "entropy": mean_of(entropies.column(), batch),
-        }
+        metrics: Metrics = {"old_log_prob/mean": mean_of(column, batch), "entropy": mean_of(entropies.column(), batch)}
         if "rollout_log_prob" in batch.columns:
             sampled = batch
             if "demonstrated" in batch.columns:  # demonstrated rows were not sampled

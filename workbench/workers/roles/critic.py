@@ -12,7 +12,6 @@ from torch import Tensor
 
 from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
-from workbench.errors import BadInput
 from workbench.messages.calls import Output
 from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
@@ -20,7 +19,6 @@ from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
-from workbench.support.calls.pickling import name_of
 from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
 from workbench.workers.model_worker import TrainedWorker, check_update
@@ -37,14 +35,8 @@ A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     if (loss := arguments["loss"]) is not None:
-        check_function("loss", loss, A_LOSS, one_of=("values",))
-        if arguments["clip"] not in (None, CLIP):
-            raise BadInput(
-                f"clip={arguments['clip']} with loss={name_of(loss)}",
-                "the clip applies to the built-in squared error only: a function has its own options",
-                f"leave it out, or write clip=None; functools.partial({name_of(loss)}, clip={arguments['clip']}) gives "
-                "it to the function",
-            )
+        clip = None if arguments["clip"] == CLIP else arguments["clip"]
+        check_function("loss", loss, A_LOSS, one_of=("values",), clip=clip)
 
 
 def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:

@@ -143,11 +143,7 @@ class DistilledWorker(TrainedWorker):
             return loss_BR, {"divergence": mean(loss_BR), "teacher_tokens/student_mass": mean(share_BR)}
 
         term = Term(
-            shard=batch,
-            inputs=inputs,
-            loss=loss,
-            aggregation=aggregation,
-            max_response_tokens=max_response_tokens,
+            shard=batch, inputs=inputs, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens
         )
         return self.steps(term, epochs=epochs)
 
@@ -156,9 +152,8 @@ class DistilledWorker(TrainedWorker):
         assert self.spec.name is not None
         tokens, size = batch.ragged("response_ids").lengths, Limits.of(self.spec.name).vocabulary or 0
         k = len(ids.values) // max(1, int(tokens.sum()))
-        same = torch.equal(ids.lengths, k * tokens) and torch.equal(
-            batch.ragged("teacher_log_prob").lengths, k * tokens
-        )
+        columns = (ids, batch.ragged("teacher_log_prob"))
+        same = all(torch.equal(column.lengths, k * tokens) for column in columns)
         largest = int(ids.values.max()) if len(ids.values) else 0
         seen = torch.tensor([float(not same), float(largest), float(k)], dtype=torch.float64)
         uneven, largest, most = (int(x) for x in self.context.groups.data.all_reduce_max(seen).tolist())

@@ -1,5 +1,4 @@
-"""The actor as trainer and generation engine: on the same ranks, with syncs between the two, or as the publisher of
-weights for rollout workers in another pool."""
+"""The actor as trainer and generation engine on the same ranks, or as the publisher of weights for rollout workers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Numbe
 from workbench.workers.advantages import (
     BY_TURN,
     GROUPED,
-    REWARD_TO_GO,
     WHITENED,
     WITH_CRITIC,
     Estimation,
@@ -35,18 +34,9 @@ from workbench.workers.advantages import (
     with_baselines,
 )
 from workbench.workers.passes import ZeroToOne
-from workbench.workers.user_estimator import (
-    AN_ESTIMATOR,
-    COST,
-    GIVEN,
-    REWARD,
-    Signal,
-)
+from workbench.workers.user_estimator import AN_ESTIMATOR, COST, GIVEN, REWARD, Signal
 from workbench.workers.user_loss import ParameterNames, UserFunction, check_function, check_names
 from workbench.workers.worker import Worker
-
-# By argument, its default and the named estimators that read it.
-READERS = {"gamma": (1.0, (*WITH_CRITIC, "remax", *REWARD_TO_GO)), "lam": (0.95, WITH_CRITIC)}
 
 
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
@@ -96,16 +86,8 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    estimator = arguments["estimator"]
-    if callable(estimator):
-        check_function("estimator", estimator, AN_ESTIMATOR)
-    for name, (default, readers) in READERS.items():
-        if arguments[name] != default and not (callable(estimator) or estimator in readers):
-            raise BadInput(
-                f"{name}={arguments[name]} with estimator={shown(estimator)}",
-                f"it has no effect: {', '.join(readers)} read it",
-                f"write {name}={default}, its default",
-            )
+    if callable(arguments["estimator"]):
+        check_function("estimator", arguments["estimator"], AN_ESTIMATOR)
     if arguments["bootstrap"] and (arguments["estimator"] not in WITH_CRITIC or arguments["macro_tokens"] != 1):
         raise BadInput(
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']!r}",

@@ -27,7 +27,7 @@ from workbench.models.loading import SHARD_GB
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
-from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.support.validation import NonNegativeInt, Number, PositiveFloat, PositiveInt
 from workbench.workers.judge import JudgeEngine
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
@@ -186,7 +186,7 @@ class RewardWorker(ModelWorker):
         function: RewardFunctions | None = None,
         weights: Mapping[str, Weight] | None = None,
         concurrency: PositiveInt | None = None,
-        call_timeout_s: PositiveFloat = 30.0,
+        call_timeout_s: Annotated[Number, Field(gt=0)] = 30.0,
         retries: NonNegativeInt = 0,
         most_failed: ZeroToOne = 0.2,
         only: Any = None,
@@ -292,7 +292,7 @@ class CostWorker(RewardWorker):
         *,
         function: RewardFunctions | None = None,
         concurrency: PositiveInt | None = None,
-        call_timeout_s: PositiveFloat = 30.0,
+        call_timeout_s: Annotated[Number, Field(gt=0)] = 30.0,
         retries: NonNegativeInt = 0,
         most_failed: ZeroToOne = 0.2,
         only: Any = None,

@@ -158,7 +158,8 @@ class SamplingWorker(Worker):
         else:
             free = available_bytes()
         if free < nbytes and not self._said:
-            self._room_note, self._said = f"each sync sends whole weights: patches need {bytes_text(nbytes)} free", True
+            note = f"each sync sends whole weights: patches need {bytes_text(nbytes)} of free memory"
+            self._room_note, self._said = note, True
         return free >= nbytes
 
     def take_notes(self) -> tuple[str, ...]:

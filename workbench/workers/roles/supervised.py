@@ -80,10 +80,9 @@ class SupervisedWorker(TrainedWorker):
     def demonstrated_rows(self, batch: Shard, coefficient: float) -> tuple[Shard, Term]:
         """Split a shard for an update: its rows without the `demonstrated` rows, and a term with the loss of
         `update_sft` over the `demonstrated` rows."""
-        valid, shown = batch.columns.get("valid"), batch.numbers("demonstrated").bool()
-        counts = torch.ones_like(shown) if valid is None else batch.numbers("valid").bool()
+        shown = batch.numbers("demonstrated").bool()
         others, demonstrated = (
-            replace(batch, columns={**batch.columns, "valid": counts & here}) for here in (~shown, shown)
+            replace(batch, columns={**batch.columns, "valid": batch.valid & here}) for here in (~shown, shown)
         )
         return others, _text_term(demonstrated, coefficient, "sft_loss")
 
