@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.engines import generation_cases as cases
 from tests.expected import expect_error
-from workbench.engines.generation.base import check_model_length
+from workbench.engines.generation.base import check_model
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_tokenizer
@@ -142,26 +142,33 @@ def test_autocast_computes_in_bf16(model, tokenizer):
     assert 1e-5 < gap < 0.1
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 264, "initializer_range": 0.3,
+    "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "rule"),
     [("deepseek_v32", "another state"), ("lfm2", "another state"), ("bart", "no position_ids")],
 )
-def test_models_whose_batches_would_be_wrong_are_refused(family, rule, tokenizer):
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "vocab_size": 264,
-        "max_position_embeddings": 64,
-    }
+def test_models_whose_batches_would_be_wrong_are_refused_by_their_configuration(family, rule):
+    shape = SMALL | {"is_decoder": True}
     if family == "deepseek_v32":
-        shape |= {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2}
+        shape |= {"first_k_dense_replace": 1, "num_key_value_heads": 2}
     if family == "lfm2":
-        shape |= {"num_hidden_layers": 1, "layer_types": ["conv"]}
-    config = AutoConfig.for_model(family, **shape, is_decoder=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        shape |= {"layer_types": ["conv"]}
     with expect_error(BadInput, rule=rule):
-        TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
+        check_model(AutoConfig.for_model(family, **shape), SETTINGS)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_distances_in_place_of_positions_need_no_position_ids(family, tokenizer):
+    own = {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64} if family == "mpt" else {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **own)).eval()
+    cases.log_probs_are_the_models(TransformersEngine(model, tokenizer, SETTINGS, owns_model=True), model, tokenizer)
 
 
 def test_too_long_for_the_model(model, tokenizer):
@@ -173,7 +180,7 @@ def test_rows_so_long_that_they_would_change_the_positions_of_others_are_refused
     scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = LlamaConfig(max_position_embeddings=64, rope_parameters=scaling)
     with expect_error(BadInput, rule="64 positions"):
-        check_model_length(config, Generation(max_model_tokens=65))
-    check_model_length(config, Generation(engine="transformers", max_model_tokens=64))
+        check_model(config, Generation(max_model_tokens=65))
+    check_model(config, Generation(engine="transformers", max_model_tokens=64))
     with expect_error(BadInput, rule="vLLM scales the positions of all rows"):
-        check_model_length(config, Generation(engine="vllm", max_model_tokens=64))
+        check_model(config, Generation(engine="vllm", max_model_tokens=64))

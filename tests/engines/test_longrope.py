@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.engines.generation_cases import scored
 from tests.expected import expect_error
-from workbench.engines.generation.base import check_model_length
+from workbench.engines.generation.base import check_model
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer
@@ -35,7 +35,7 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "phi3", vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, partial_rotary_factor=0.75, initializer_range=0.1, pad_token_id=0, eos_token_id=2,
         max_position_embeddings=LONGEST, original_max_position_embeddings=ORIGINAL,
-        rope_scaling={"type": "longrope", **factors},
+        rope_scaling={"type": "longrope", "attention_factor": 1.6, **factors},  # not that of the positions' ratio
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_the_longest_sequence_decides_for_all_rows(phi: Path) -> None:
     assert (near - alone).abs().max() > 0.1
     assert [Limits.of(phi, longest).context for longest in (0, ORIGINAL, ORIGINAL + 1)] == [64, 64, 256]
     with expect_error(BadInput, rule="256 positions"):
-        check_model_length(load_config(phi), Generation(max_model_tokens=LONGEST + 1))
+        check_model(load_config(phi), Generation(max_model_tokens=LONGEST + 1))
 
 
 @pytest.mark.slow

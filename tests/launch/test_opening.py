@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_an_adapter_in_float32_is_refused_where_vllm_on_a_gpu_would_compute_it(
     described("float32", "transformers")
     with expect_error(BadInput, value="in float32 with Generation.engine='vllm'", remedy="leave dtype out"):
         described("float32", "vllm")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_a_gpt_oss_without_an_adapter_is_refused_where_vllm_generates(tmp_path: Path) -> None:
+    from transformers import GptOssConfig
+
+    GptOssConfig(vocab_size=264, hidden_size=64, num_hidden_layers=2, num_local_experts=2).save_pretrained(tmp_path)
+    load_tokenizer(TINY).save_pretrained(tmp_path)
+    with expect_error(BadInput, value="a gpt_oss without an adapter", remedy="engine='transformers'"):
+        tiny_lab("oss", tmp_path / "runs", generation="vllm", models={"actor": tmp_path}, backend="inline")
 
 
 def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,3 +147,16 @@ def test_settings_that_cannot_be(given: dict[str, Any], message: str) -> None:
 def test_targets_that_are_not_there(target: str) -> None:
     with pytest.raises(BadInput, match=f"'{target}'.*without its output head, are down_proj, gate_proj"):
         add_lora(load_causal_lm("tiny-llama"), LoRA(targets=("q_proj", target)), 0)
+
+
+def test_layers_that_peft_refuses_are_no_targets() -> None:
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, pad_token_id=0,
+    )  # fmt: skip
+    model = FalconH1ForCausalLM(config)
+    add_lora(model, LoRA(rank=2), 0)
+    adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert adapted >= {"in_proj", "o_proj", "q_proj"} and "out_proj" not in adapted

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.models.heads import TokenLogProbs, TokenValues
+from workbench.models.heads import TokenLogProbs, TokenValues, load_token_values
 from workbench.models.loading import load_causal_lm
 from workbench.models.packing import NAME, Pack, packed_attention, use_packing
 
@@ -147,6 +147,34 @@ def test_a_model_without_sdpa_is_padded(tmp_path: Path) -> None:
     causal, given = load_causal_lm(tmp_path), packed_inputs()
     head = TokenLogProbs(causal)
     assert head.describe().startswith("padded: GptOssForCausalLM cannot run packs: ")
+    logits = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
+    targets = given["input_ids"].roll(-1)
+    alone = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(head(**given, targets=targets)[0], alone, rtol=0, atol=1e-4)
+
+
+def test_a_cap_on_attention_scores_is_kept(tmp_path: Path) -> None:
+    """SDPA would leave it out, without a word."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**SHAPE, attn_logit_softcapping=0.5, sliding_window=4, pad_token_id=0)
+    plain = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    plain.save_pretrained(tmp_path)
+    values, given = load_token_values(tmp_path, init="normal"), packed_inputs()
+    hidden = [plain.model(input_ids=s[None]).last_hidden_state[0] for s in given["input_ids"].split(LENGTHS)]
+    torch.testing.assert_close(values(**given), values.score(torch.cat(hidden))[:, 0], rtol=0, atol=1e-4)
+
+
+def test_a_backbone_that_its_family_gives_another_name_is_found(tmp_path: Path) -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **SHAPE, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=4, pad_token_id=0, eos_token_id=1
+    )
+    Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    causal, given = load_causal_lm(tmp_path), packed_inputs()
+    head = TokenLogProbs(causal)
+    assert head.describe() == "padded: Llama4ForCausalLM has layers of chunked_attention"
     logits = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
     targets = given["input_ids"].roll(-1)
     alone = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from workbench.data.reward_function import check_function
-from workbench.engines.generation.base import check_model_length
+from workbench.engines.generation.base import check_model
 from workbench.engines.training.deepspeed_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
@@ -99,7 +99,7 @@ def _check_judge(description: Description, role: str, judge: Judging) -> None:
             f"give {role!r} a pool of its own, and leave share_memory out",
         )
     if generation:
-        check_model_length(load_config(judge.model), generation, f"the judge {judge.model}")
+        check_model(load_config(judge.model), generation, f"the judge {judge.model}")
 
 
 def _check_rates(description: Description) -> None:
@@ -286,7 +286,7 @@ def _check_models(description: Description) -> None:
             )
     if description.generation:
         config = load_config(lead.name)
-        check_model_length(config, description.generation, str(lead.name))
+        check_model(config, description.generation, str(lead.name))
         if config.model_type == "gpt_oss" and lead.adapter is None and description.generation.engine == "vllm":
             raise BadInput(
                 f"Generation.engine='vllm' for {lead.name}, a gpt_oss without an adapter",

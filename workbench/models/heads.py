@@ -103,6 +103,13 @@ class PackedModule(nn.Module):
     def expect(self, micro_batch_tokens: int) -> None:
         """Declare the largest number of tokens that `forward` will get on any rank from now on."""
 
+    def untrained(self) -> dict[str, Tensor]:
+        """Return by transformers' names the tensors of a checkpoint that are no parameters, such as router biases."""
+        backbone = self.get_backbone()
+        parameters = dict(backbone.named_parameters(remove_duplicate=False))
+        kept = ((name, tensor) for name, tensor in backbone.state_dict().items() if name not in parameters)
+        return {f"{backbone.base_model_prefix}.{name}": tensor for name, tensor in kept}
+
     def describe(self) -> str:
         """Return how sequences run: "packed", or "padded: " and the reason."""
         return "packed" if self.padded_because is None else f"padded: {self.padded_because}"

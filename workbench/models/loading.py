@@ -137,7 +137,9 @@ def load_backbone(
 def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device | str, longest: int) -> PreTrainedModel:
     folder = resolve(name)
     config = load_config(folder, longest)
-    config._attn_implementation = None  # SDPA, or eager for a family without it, whatever the folder says
+    # SDPA, or eager for a family without it, whatever the folder says; SDPA would leave out Gemma 2's cap on scores
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    config._attn_implementation = "eager" if capped else None
     with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
         try:
             model, report = auto.from_pretrained(
@@ -153,6 +155,8 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
                 raise
             raise _unreadable(folder, error) from error
     _check_weights(report, model, f"the checkpoint {str(name)!r}")
+    if model.base_model is model and hasattr(model, "model"):  # Llama 4 gives its backbone another name than it has
+        model.base_model_prefix = "model"
     return model.to(device).eval()
 
 

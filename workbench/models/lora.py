@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"  # peft's name of a model's only adapter
+# Families whose kernels read out_proj's weight beside the layer, so that peft refuses to adapt it.
+OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 LayerNames = Annotated[
@@ -35,7 +37,8 @@ class LoRA:
     """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
 
     rank: the rank of each weight's change. alpha: the change is scaled by alpha / rank. targets: the last parts of the
-    names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all but the output head.
+    names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all but the output head, and
+    in families with Mamba layers but out_proj.
     """
 
     rank: PositiveInt = 16
@@ -126,4 +129,5 @@ def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
 
     head = model.get_output_embeddings()
     found = (n for n, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head)
-    return tuple(sorted({name.rpartition(".")[2] for name in found}))
+    barred = {"out_proj"} if model.config.model_type in OF_MAMBA else set()
+    return tuple(sorted({name.rpartition(".")[2] for name in found} - barred))

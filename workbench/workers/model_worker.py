@@ -112,13 +112,14 @@ class ModelWorker(PassWorker):
         Raises `BadInput` on all ranks if the folder is not empty, and `WriteFailed` if writing fails.
         """
         assert self.engine is not None and self.spec.name is not None
-        module, name = self.engine.module, self.spec.name
+        module, name = cast(PackedModule, self.engine.module), self.spec.name
 
         def write(folder: Path, weights: dict[str, Tensor]) -> None:
             scalar = isinstance(module, TokenValues)
             if isinstance(module, TokenValues):
                 bias = weights["score.bias"]
                 weights["score.bias"] = (bias.float() - module.shift).to(bias.dtype)
+            weights |= {name: tensor.cpu() for name, tensor in module.untrained().items()}
             write_model(folder, weights, name, scalar_head=scalar, card=card, shard_gb=shard_gb)
             if scalar and float(weights["score.bias"]):
                 print(f"{folder.parent.name}/{folder.name}: {level_outside(float(weights['score.bias']))}")

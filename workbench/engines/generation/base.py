@@ -5,6 +5,7 @@ Also where responses end: how much room each response has, and which tokens and 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.models.loading import longest_sequence, rope_of
+from workbench.models.packing import LAYER_TYPES
 from workbench.models.tokenizers import turn_end
 from workbench.settings.engines import Generation, Sampling
 
@@ -50,8 +52,9 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> No
         )
 
 
-def check_model_length(config: Any, settings: Generation, model: str = "the model") -> None:
-    """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
+def check_model(config: Any, settings: Generation, model: str = "the model") -> None:
+    """Raise `BadInput` for a model with fewer positions than `settings.max_model_tokens`, and for one that the engine
+    would compute wrongly: all that can be known before its weights are loaded."""
     positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
         scaled = rope_of(config).get("rope_type") == "dynamic"
@@ -66,6 +69,29 @@ def check_model_length(config: Any, settings: Generation, model: str = "the mode
             f"Generation.engine='vllm' for {model}, whose rotary embedding is dynamic",
             "vLLM scales the positions of all rows, transformers only those of rows longer than the original limit",
             "use engine='transformers'",
+        )
+    if settings.engine == "transformers":
+        _check_batching(config)
+
+
+def _check_batching(config: Any) -> None:
+    """Raise `BadInput` for a model whose rows cannot share a batch: they are padded at their beginnings."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if getattr(family, "_is_stateful", False) or layers - LAYER_TYPES - {"chunked_attention"}:
+        raise BadInput(
+            f"a model of type {config.model_type} with Generation(engine='transformers')",
+            "rows join and leave a batch with their keys and values, but layers of this model keep another state",
+            "use Generation(engine='vllm')",
+        )
+    takes = inspect.signature(family.forward).parameters if isinstance(family, type) else ("position_ids",)
+    if "position_ids" not in takes and config.model_type not in ("bloom", "mpt"):  # these bias attention by distances
+        raise BadInput(
+            f"a model of type {config.model_type} with Generation(engine='transformers')",
+            "rows are padded at their beginnings, and it takes no position_ids: it would count the padding",
+            "use a model whose forward takes position_ids",
         )
 
 

@@ -35,13 +35,12 @@ from workbench.engines.generation.base import (
     Endings,
     GenerationEngine,
     Response,
-    check_model_length,
+    check_model,
     end_token_ids,
 )
 from workbench.engines.host_memory import HostMemory
-from workbench.errors import BadInput, SyncError
+from workbench.errors import SyncError
 from workbench.models.lora import adapter_names
-from workbench.models.packing import LAYER_TYPES
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -311,21 +310,7 @@ class TransformersEngine(GenerationEngine):
         takes_adapter: bool = False,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
-        check_model_length(model.config, settings)
-        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        if getattr(model, "_is_stateful", False) or layers - LAYER_TYPES - {"chunked_attention"}:
-            raise BadInput(
-                f"a model of type {model.config.model_type} with Generation(engine='transformers')",
-                "rows join and leave a batch with their keys and values, but layers of this model keep another state",
-                "use Generation(engine='vllm')",
-            )
-        positions = "position_ids" in inspect.signature(model.forward).parameters
-        if not positions and model.config.model_type not in ("bloom", "mpt"):  # these bias attention by distances
-            raise BadInput(
-                f"a model of type {model.config.model_type} with Generation(engine='transformers')",
-                "rows are padded at their beginnings, and it takes no position_ids: it would count the padding",
-                "use a model whose forward takes position_ids",
-            )
+        check_model(model.config, settings)
         self._model: Any = model
         self._tokenizer, self._settings = tokenizer, settings
         self._owns_model, self.takes_adapter, self._autocast_dtype = owns_model, takes_adapter, autocast_dtype

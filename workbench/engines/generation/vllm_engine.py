@@ -27,7 +27,7 @@ from workbench.engines.generation.base import (
     Endings,
     GenerationEngine,
     Response,
-    check_model_length,
+    check_model,
     end_token_ids,
 )
 from workbench.engines.generation.vllm_start import (
@@ -248,7 +248,7 @@ class VllmEngine(GenerationEngine):
         from transformers import GenerationConfig
 
         config = load_config(model_path)
-        check_model_length(config, settings)
+        check_model(config, settings)
         self._settings, self._threads, self._on_cpu = settings, threads, device.type == "cpu"
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._tokenizer = load_tokenizer(model_path)

@@ -189,6 +189,7 @@ def start_engine(
     # vLLM's compiled code: another start with the same model, dtype, settings and versions of vLLM and torch loads it
     os.environ.setdefault("VLLM_CACHE_ROOT", str(home() / "vllm"))
     with span("import", note="importing vLLM"):
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from vllm import EngineArgs, LLMEngine
         from vllm.distributed import parallel_state
         from vllm.usage.usage_lib import UsageContext
@@ -198,9 +199,11 @@ def start_engine(
     on_cpu = device.type == "cpu"
     rows, longest = settings.rows_at_once(on_gpu=not on_cpu), settings.max_model_tokens + 1
     overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "float32" else {}
-    rope = rope_of(load_config(model_path, settings.max_model_tokens))
-    if rope.get("rope_type") == "longrope":  # vLLM would choose the factors by max_model_len
-        overrides["rope_parameters"] = rope
+    config = load_config(model_path, settings.max_model_tokens)
+    rope = rope_of(config)
+    if rope.get("rope_type") == "longrope":  # vLLM would choose the factors by max_model_len, and read no own scale
+        scale = ROPE_INIT_FUNCTIONS["longrope"](config.get_text_config())[1]
+        overrides["rope_parameters"] = {"short_mscale": scale, "long_mscale": scale} | rope
     arguments = EngineArgs(
         model=str(model_path),
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
