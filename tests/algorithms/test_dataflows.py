@@ -198,6 +198,10 @@ def test_rows_that_minibatches_do_not_divide_are_refused_before_they_are_drawn(l
             algorithm.step()
     finally:
         lab.actor.training.minibatches = 2
+    edited = wb.DAPO(lab, prompts=2, samples=3, sampling=SHORT)  # whose function returns as many rows as it takes
+    edited.replace("prompts", n=1)
+    with expect_error(BadInput, value="update_actor: 3 rows in 2 minibatches"):
+        edited.step()
     assert lab.prompts.drawn == drawn
 
 

@@ -408,6 +408,10 @@ def test_an_iteration_that_is_left_for_another_is_named(lab: wb.Workbench, capsy
     algorithm.restart()
     algorithm.iterate()
     assert "begins another" not in capsys.readouterr().out
+    algorithm.step()
+    wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT).restart()  # it has no iteration to give up
+    begun()
+    assert f"iteration {algorithm.iteration} of GRPO stays unfinished" in capsys.readouterr().out
 
 
 def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:

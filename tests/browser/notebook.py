@@ -77,6 +77,7 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
             with suppress(subprocess.TimeoutExpired):
                 server.wait(20)
             server.kill()
+            server.wait()
 
 
 def _address(server: subprocess.Popen[bytes], runtime: Path, token: str) -> str:

@@ -54,6 +54,16 @@ def test_a_drawing_between_enter_and_its_answer(page: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_button_that_is_drawn_again_while_it_is_pressed(page: Any) -> None:
+    page.locator("button").hover()
+    page.mouse.down()
+    draw_again(page, "<p>a stage has ended</p>")
+    two_frames(page)
+    page.mouse.up()
+    assert page.evaluate("sent") == [["iterations", "5"], ["run", None]]
+
+
+@pytest.mark.slow
 def test_a_field_that_is_greyed_and_drawn_again(page: Any) -> None:
     page.evaluate("enable(area, 'a cell is running', '')")
     two_frames(page)  # after a frame what is disabled has no focus

@@ -306,7 +306,7 @@ def test_wrong_tools_are_refused() -> None:
 
     for tools, why in (
         ([], "must be a list of functions"),
-        ("add", "must be a valid list"),
+        ("add", "must be a list"),
         ([1], r"tools\[0\]=1"),
         ([add, add], "two tools 'add'"),
         ([lambda x: x], "no JSON schema"),

@@ -71,6 +71,14 @@ def test_charts_have_a_place_each_and_one_key() -> None:
     assert not figure([Chart(title="one look", curves=curves[:1])])["layout"]["showlegend"]
 
 
+def test_an_axis_has_negative_numbers_only_where_a_curve_has() -> None:
+    zeros = Curve(name="clipped", x=[1, 2], y=[0.0, NAN])
+    below = Curve(name="gap", x=[1], y=[0.5], kind="intervals", low=[-0.1], high=[1.0])
+    axes = figure([Chart(title="clip fraction", curves=(zeros,)), Chart(title="gain", curves=(zeros, below))])["layout"]
+    assert axes["yaxis"]["rangemode"] == "nonnegative"
+    assert "rangemode" not in axes["yaxis2"]
+
+
 def test_areas_are_stacked_against_a_limit_and_a_band_is_the_ground_of_its_line() -> None:
     areas = (Curve(name="actor", x=[0, 1], y=[100, 200], kind="area", hatch="/"),
              Curve(name="critic", x=[0, 1], y=[300, 200], kind="area"))  # fmt: skip

@@ -19,6 +19,7 @@ from workbench.backends import registry
 from workbench.backends.ray import RayBackend
 from workbench.config import description as description_module
 from workbench.config.description import Description
+from workbench.config.requirements import NOT_RELOADED
 from workbench.data.prompts import Prompts
 from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
@@ -151,13 +152,15 @@ def test_an_adapter_in_float32_is_refused_where_vllm_on_a_gpu_would_compute_it(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_a_gpt_oss_without_an_adapter_is_refused_where_vllm_generates(tmp_path: Path) -> None:
-    from transformers import GptOssConfig
+@pytest.mark.parametrize("family", NOT_RELOADED)
+def test_families_that_vllm_does_not_reload_whole_are_refused_without_an_adapter(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
 
-    GptOssConfig(vocab_size=264, hidden_size=64, num_hidden_layers=2, num_local_experts=2).save_pretrained(tmp_path)
+    shape = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    AutoConfig.for_model(family, **shape, num_key_value_heads=2).save_pretrained(tmp_path)
     load_tokenizer(TINY).save_pretrained(tmp_path)
-    with expect_error(BadInput, value="a gpt_oss without an adapter", remedy="engine='transformers'"):
-        tiny_lab("oss", tmp_path / "runs", generation="vllm", models={"actor": tmp_path}, backend="inline")
+    with expect_error(BadInput, value=f"of type {family} without an adapter", remedy="engine='transformers'"):
+        tiny_lab("whole", tmp_path / "runs", generation="vllm", models={"actor": tmp_path}, backend="inline")
 
 
 def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> Non
         (lambda batch: {"a": torch.tensor(3.0)}, "column 'a' is a tensor without axes"),
         (lambda batch: {"a": torch.zeros(3).numpy()}, "column 'a' is a ndarray.*from_numpy"),
         (lambda batch: 7, r"put\(7\)"),
+        (lambda batch: {0: [1.0]}, r"put\(\) of a column 0.*a text.*write '0'"),
     ],
 )
 def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[wb.Batch], Any], message: str) -> None:
@@ -167,6 +168,8 @@ CALLS: list[tuple[Callable[[Any, wb.Batch], Any], str]] = [
         lambda lab, b: lab.actor.generate_sequences(b, environment=Demanding),
         r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
     ),
+    (lambda lab, b: wb.GRPO(lab).run(1, evaluate=abs), r"run\(evaluate=.*missing.*'x'.*without"),  # type: ignore[arg-type]
+    (lambda lab, b: lab.decode("text"), r"token_ids='text'\. must be a list\."),
     (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
     (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*names to algorithms"),
     (lambda lab, b: lab.compare(b.df(), {}), "batch=<DataFrame>"),

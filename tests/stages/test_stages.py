@@ -234,7 +234,13 @@ def test_after_closing_everything_says_so(tmp_path: Path) -> None:
     lab = tiny_lab("closed", tmp_path, backend="inline", models={"actor": TINY})
     batch = lab.prompts.next(2)
     lab.close()
-    for use in (batch.df, lab.topology, lambda: lab.actor.compute_log_prob(batch), lambda: lab.prompts.next(1)):
+    for use in (
+        batch.df,
+        lab.topology,
+        lambda: lab.actor.compute_log_prob(batch),
+        lambda: lab.prompts.next(1),
+        lambda: lab.kept("actor").__enter__(),
+    ):
         with expect_error(wb.errors.NotFound, value="is closed", remedy="open it again"):
             use()
 

@@ -13,6 +13,12 @@ export function listen(root, send) {
     delete field.dataset.typed; // its answer shows what holds
     send(control.dataset.act, { ...given(control), value: field.value });
   });
+  let pressed = null; // a browser tells no click of a button that was drawn again while it was pressed
+  root.addEventListener("pointerdown", ({ target }) => { pressed = target.closest("button[data-act]"); });
+  root.addEventListener("pointerup", ({ target }) => {
+    const now = target.closest("button[data-act]");
+    if (now && pressed && !pressed.isConnected && keyOf(now) === keyOf(pressed)) now.click();
+  });
   root.addEventListener("change", (event) => {
     const control = event.target.closest("[data-act]");
     if (!control || !isField(control)) return;

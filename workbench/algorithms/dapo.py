@@ -39,10 +39,7 @@ class DAPO(RolloutAlgorithm):
     overlong_buffer: int | None = None
     clip: float = 0.2
     clip_high: float = 0.28
-
-    @property
-    def _rows_returned(self) -> dict[str, int]:
-        return {"dynamic_sampling": self.prompts * self.samples}
+    _keep_rows = ("dynamic_sampling",)
 
     def define(self, lab: Lab) -> None:
         longest = self.sampling.max_new_tokens

@@ -50,16 +50,13 @@ class Distill(Algorithm):
     teacher: Literal["teacher", "reference"] = "teacher"
     teacher_prompt: Callable[..., Any] | None = None
     epochs: PositiveInt = 1
+    _keep_rows = ("tell_teacher",)
 
     def __post_init__(self) -> None:
         source = self.lab.prompts.source if isinstance(getattr(self.lab, "prompts", None), PromptStream) else None
         if self.teacher_prompt and source is not None:
             check_names("teacher_prompt", self.teacher_prompt, ("prompt",), source.extra_columns)
         self.need("actor", self.teacher)
-
-    @property
-    def _rows_returned(self) -> dict[str, int]:
-        return {"tell_teacher": self.prompts * self.samples}
 
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench.algorithms.graph import Graph, Stage, StandIn, mark, stage_of
 from workbench.algorithms.lab import Lab
@@ -240,6 +240,7 @@ class StageEdits(LiveFields, ABC):
     _under_way = False  # an iteration has begun and is not over
     # by stage, the arguments given to `replace`; None: a function replaced the stage
     _replaced: dict[str, dict[str, Any] | None]
+    _keep_rows: ClassVar[tuple[str, ...]] = ()  # functions of `define` that return as many rows as they take
 
     @abstractmethod
     def define(self, lab: Any) -> None:
@@ -314,7 +315,7 @@ class StageEdits(LiveFields, ABC):
         before[stage]  # raises where there is no such stage
         after = self._graph_with(wanted)
         after.check_corrections(type(self).__name__)
-        after.check_rows(f"{type(self).__name__}.once")
+        after.check_rows(f"{type(self).__name__}.once", self._keep_rows)
         self._check_open_updates(f"once({stage!r}) with {', '.join(arguments)}", after)
         self._once = wanted
         self._note_arguments(before, stage, arguments, " once")

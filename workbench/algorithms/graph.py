@@ -260,13 +260,13 @@ class Graph:
         stages = self.stages[: self.names.index(until) + 1] if until in self.names else ()
         return [(stage.name, stage.code, stage.inputs) for stage in stages if stage.name not in made]
 
-    def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
+    def check_rows(self, title: str, keep: Collection[str] = ()) -> None:
         """Raise `BadInput` if the rows of a stage's batch cannot be divided among its ranks and minibatches.
 
-        title: the start of the message. known: the number of rows that functions return, by stage. Stages after an
-        unknown number of rows are not checked.
+        title: the start of the message. keep: the stages whose functions return as many rows as they take. Stages after
+        an unknown number of rows are not checked.
         """
-        rows: dict[str, int | None] = dict(known or {})
+        rows: dict[str, int | None] = {}
         for stage in self.stages:
             given = rows.get(stage.inputs[0]) if stage.inputs else None
             n = stage.kwargs.get("n", stage.args[0] if stage.args else None)
@@ -276,8 +276,8 @@ class Graph:
                 given = n
             elif stage.role == "batch" and stage.operation not in KEEP_ROWS:
                 given = given * n if given is not None and stage.operation == "repeat" else None
-            elif stage.role == "notebook":
-                given = rows.get(stage.name)
+            elif stage.role == "notebook" and (stage.edited or stage.name not in keep):
+                given = None
             rows[stage.name] = given
             if given is not None and given > MOST_ROWS:
                 raise BadInput(title, f"a batch has at most {MOST_ROWS:,} rows", "ask for fewer")
@@ -377,7 +377,7 @@ def stage_of(
         raise BadInput(f"stage {name!r}: {shown(function)}", "a stage is an operation, or a function of a batch")
     if not isinstance(function, GroupOperation):
         called = getattr(function, "__name__", type(function).__name__)
-        _check_call(function, f"stage {name!r}: {called}", (*inputs, *args), kwargs)
+        check_takes(function, f"stage {name!r}: {called}", (*inputs, *args), kwargs)
         return Stage(
             name=name, role="notebook", operation=called, inputs=inputs, args=args, kwargs=kwargs, function=function
         )
@@ -392,7 +392,7 @@ def stage_of(
     )  # fmt: skip
 
 
-def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_takes(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise `BadInput` if the function does not take these arguments."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may pass further arguments
@@ -401,7 +401,8 @@ def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise BadInput(f"{what}: {error}", f"it takes {signature}; its first argument is the batch") from None
+        given = "its first argument is the batch" if args else "it is called without arguments"
+        raise BadInput(f"{what}: {error}", f"it takes {signature}; {given}") from None
 
 
 @dataclass(frozen=True)

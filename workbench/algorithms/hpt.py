@@ -54,14 +54,11 @@ class HPT(Algorithm):
     clip: float | None = None
     epochs: PositiveInt = 1
     aggregation: Aggregation = "fixed-length"
+    _keep_rows = ("set_aside", "choose")
 
     def __post_init__(self) -> None:
         ExampleStream.check(self.demonstrations, "demonstrations", self.prompts, "prompts")
         self.need("reward")
-
-    @property
-    def _rows_returned(self) -> dict[str, int]:
-        return {"set_aside": self.prompts, "choose": self.prompts * self.samples}
 
     def define(self, lab: Lab) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.prompts)

@@ -23,7 +23,7 @@ from workbench.algorithms.ahead import (
     stages_up_to_generation,
 )
 from workbench.algorithms.edits import StageEdits
-from workbench.algorithms.graph import Graph, Stage
+from workbench.algorithms.graph import Graph, Stage, check_takes
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.live_fields import as_written, default_of, fields_by_name, note_settings, recording
 from workbench.algorithms.waiting import WaitingRollouts
@@ -78,10 +78,11 @@ class Algorithm(StageEdits):
     def _repr_html_(self) -> str:
         rows: list[dict[str, Any]] = []
         for name, known in fields_by_name(self).items():
+            if name == "lab":
+                continue
             value, default = (as_written(one) or shown(one) for one in (getattr(self, name), default_of(known)))
-            if name != "lab":
-                changed = default not in (value, shown(MISSING))
-                rows.append({"field": name, "value": value, "default": default if changed else ""})
+            changed = default not in (value, shown(MISSING))
+            rows.append({"field": name, "value": value, "default": default if changed else ""})
         return table(rows, caption=f"{type(self).__name__} on {self.lab.name}", max_rows=len(rows))
 
     # --- running stages and iterations --------------------------------------------------------------------------------
@@ -194,7 +195,8 @@ class Algorithm(StageEdits):
         """
         with uninterrupted(), recording(self, "restart"):
             self._give_up()
-            self.lab.position.unfinished = None  # as the user knows
+            if self.lab.position.unfinished == (type(self).__name__, self._iteration):  # as the user knows
+                self.lab.position.unfinished = None
 
     def _give_up(self) -> None:
         """Do what `restart` does, without a record of it."""
@@ -332,6 +334,8 @@ class Algorithm(StageEdits):
 
         A resumed script counts the iterations before its checkpoint, and does not run them again.
         """
+        if evaluate is not None:
+            check_takes(evaluate, f"run(evaluate={shown(evaluate, 40)})", (), {})
         if staleness:
             check_can_run_ahead(self.graph())
         if pause_after is not None:
@@ -443,15 +447,10 @@ class Algorithm(StageEdits):
         graph.check_corrections(title)
         self.lab.position.take_up(self)
 
-    @property
-    def _rows_returned(self) -> dict[str, int]:
-        """The number of rows that functions of `define` return, by stage, where it is known."""
-        return {}
-
     def _check_rows(self, graph: Graph) -> None:
         """Raise `BadInput` if prompts, samples or rows give batches that ranks and minibatches cannot divide."""
         counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
-        graph.check_rows(f"{type(self).__name__}({', '.join(counts)})", self._rows_returned)
+        graph.check_rows(f"{type(self).__name__}({', '.join(counts)})", self._keep_rows)
 
     def metrics(self) -> dict[str, float]:
         """Wait for the newest iteration's stages and return their metrics as {"stage/metric": value}."""

@@ -244,7 +244,9 @@ class BatchHandle(NamedAttributes):
         index = np.arange(self.rows)[rows] if isinstance(rows, slice) else as_array(rows)
         if index.dtype == bool and index.shape == (self.rows,):
             index = np.flatnonzero(index)
-        right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
+        if index.shape == (0,):
+            raise BadInput(f"rows {shown(rows)}, which are none of {self!r}", "a batch has at least one row")
+        right = index.ndim == 1 and index.dtype.kind in "iu"
         if not right or index.min() < 0 or index.max() >= self.rows:
             rule = f"must be one or more row numbers from 0 to {self.rows - 1}, a slice, or one truth value per row"
             raise BadInput(f"rows {shown(rows)} of {self!r}", rule, "write rows=[0]")

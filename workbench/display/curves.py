@@ -222,6 +222,8 @@ def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
     up = {**common, "type": "log" if chart.log else "linear", "title": {"text": escape(chart.y), "standoff": 4}}
     if chart.unit == "bytes":
         up |= {"tickformat": "~s", "ticksuffix": "B"} | ({} if chart.log else {"rangemode": "tozero"})
+    elif not (chart.log or any(y < 0 for curve in chart.curves for y in (*curve.y, *curve.low))):
+        up["rangemode"] = "nonnegative"  # plotly draws a curve of zeros in the middle between -1 and 1
     return across, up
 
 

@@ -197,6 +197,8 @@ def _as_table(table: Any) -> Table:
         )
     if not isinstance(table, Mapping):
         raise BadInput(f"put({shown(table)})", "a table is a dict of columns", "put({'rewards': ...})")
+    if other := [name for name in table if not isinstance(name, str)]:
+        raise BadInput(f"put() of a column {shown(other[0])}", "a column's name is a text", f"write '{other[0]}'")
     found: Table = {name: _as_numbers(name, column) for name, column in table.items()}
     for name, column in found.items():
         check_form(name, column, BadInput, "put(): ")

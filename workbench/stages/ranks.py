@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 ASK_S = 0.2  # between two status calls to one host
 STATUS_S = 1.0  # how long an error waits for the status of ranks
-STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() restarts them"
+STUCK = (
+    "other ranks wait in a collective for a rank that failed: lab.recover() restarts them; in your own operation, put "
+    "code that may raise on one rank into `with self.context.communicator.all_or_none():`"
+)
 
 
 class RankWatch:

@@ -281,6 +281,7 @@ class Snapshots:
         """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
         end: `with lab.kept("actor") as go_back:`; go_back() goes back earlier."""
         runner, counters, groups = self._runner, self._runner.counters, self._runner.groups.by_role
+        runner.ownership.check_open()
         for role in roles:
             if role not in groups:
                 raise BadInput(f"role {role!r}", f"this workbench has {', '.join(groups)}")

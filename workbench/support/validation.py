@@ -63,6 +63,7 @@ RULES = {
     "is_type": "must be a class",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
     "sequence_str": "must be a list",
     "string_type": "must be a text",
     "tuple_type": "must be a tuple or a list",
@@ -116,7 +117,7 @@ def _as_dict(value: Any) -> Any:
 
 def _as_tuple(value: Any) -> Any:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise PydanticCustomError("names_type", "must be a list of names")
+        raise PydanticKnownError("list_type")
     return tuple(value)
 
 
@@ -387,6 +388,8 @@ def _remedy(name: str, value: object, detail: ErrorDetails, default: object) -> 
         return f"write {ctx['class'][2:].replace('...', given)}" if of_settings else SOURCES.get(ctx["class"], "")
     if kind in ("float_type", "int_type") and isinstance(value, str) and re.fullmatch(r"-?\d+\.?\d*(e-?\d+)?", value):
         return f"write {called}{value}, without quotes"
+    if kind == "list_type" and isinstance(value, str) and default is None:
+        return f"write {called}[{value!r}]"
     if default is None or (isinstance(default, (bool, int, float, str)) and default != ""):
         return f"write {called}{default!r}, its default"
     limit = ctx.get("ge", ctx.get("le"))
