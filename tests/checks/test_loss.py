@@ -214,8 +214,8 @@ def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> 
         for check in ("gradient", "mask", "rows", "micro_batches"):
             finding = lab.check(check, loss=loss, batch=batch)[check]
             assert finding.verdict == "not applicable" and finding.about.startswith(why)
-    report = lab.check("ratio_1", "direction", loss=lambda log_prob: -log_prob, batch=batch)
-    assert report["ratio_1"].verdict == "not applicable" and report["direction"].verdict != "not applicable"
+    report = lab.check("ratio_1", loss=lambda log_prob: -log_prob, batch=batch)
+    assert report["ratio_1"].verdict == "not applicable"
 
 
 def test_what_each_token_adds(lab: wb.Workbench, batch: wb.Batch) -> None:
@@ -295,6 +295,33 @@ def test_a_loss_that_moves_nothing_has_no_direction(lab: wb.Workbench, batch: wb
     none = batch.drop("advantages").join(lab.put({"advantages": advantages.like(0 * advantages.values)}))
     (finding,) = lab.check("direction", loss=lambda log_prob: -log_prob, batch=none)
     assert finding.verdict == "not applicable" and "all advantages are 0" in finding.about
+
+
+def test_a_loss_without_advantages_may_point_anywhere(lab: wb.Workbench, batch: wb.Batch) -> None:
+    for sign in (1, -1):
+        found = lab.check("direction", loss=lambda log_prob, sign=sign: sign * log_prob, batch=batch)["direction"]
+        assert found.verdict == "not applicable" and "its cosine to PPO's gradient is " in found.about
+    assert not lab.check("direction", loss=lambda log_prob: 0 * log_prob, batch=batch).ok
+
+
+def test_rewards_that_do_not_differ_give_no_cosine_to_grpo(
+    lab: wb.Workbench, batch: wb.Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = batch.drop("rewards").join(lab.put({"rewards": torch.ones(16)}))
+    found = lab.check("direction", loss=surrogate, batch=same)["direction"]
+    assert found.verdict == "ok" and "GRPO" not in found.about
+    assert "all advantages are 0" not in "".join(capsys.readouterr())
+
+
+def test_a_column_of_several_numbers_a_token(lab: wb.Workbench, batch: wb.Batch) -> None:
+    lengths = batch.lengths("response_mask")
+    several = Ragged.of([torch.linspace(0.1, 1, 3 * length) for length in lengths], torch.float32)
+
+    def weighed(log_prob: Tensor, advantages: Tensor, mask: Tensor, several: Tensor) -> Tensor:
+        return -several.view(*mask.shape, 3).mean(-1) * log_prob * advantages
+
+    report = lab.check("returns", "mask", "rows", loss=weighed, batch=batch.join(lab.put({"several": several})))
+    assert report.ok, report
 
 
 def test_the_cosine_is_that_of_the_gradients() -> None:

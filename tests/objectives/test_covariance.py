@@ -49,6 +49,14 @@ def test_which_tokens_are_held_back() -> None:
     assert not held_back(ClipCov(low=20, high=30), values, draws()).any()
 
 
+def test_a_token_at_a_bound_changes_no_other_draw() -> None:
+    values = torch.linspace(1.1, 4.9, 50).double()
+    drawn = held_back(ClipCov(share=0.2), values, draws())
+    left_out = int((~drawn).nonzero()[0])
+    beyond = torch.where(torch.arange(50) == left_out, 5.1, values)
+    assert torch.equal(held_back(ClipCov(share=0.2), beyond, draws()), drawn)
+
+
 def test_the_loss_and_its_gradient() -> None:
     old = -torch.rand(2, 3, generator=draws())
     now = (old + torch.tensor([[0.3, -0.2, 0.0], [0.1, -0.4, 0.2]])).requires_grad_()
@@ -60,6 +68,14 @@ def test_the_loss_and_its_gradient() -> None:
     torch.testing.assert_close(
         gradient, -gap.exp() * advantages + 0.7 * torch.where(gap.abs() < 1e-6, 0, gap.sign()) * held
     )
+
+
+def test_rounding_is_no_distance() -> None:
+    """Log-probabilities of one policy, scored by other micro-batches or before a move, differ in their last bits."""
+    old = -5 * torch.rand(2, 3, generator=draws())
+    now = (old * (1 + torch.finfo(torch.float32).eps * torch.tensor([2.0, -2.0, 0.0]))).requires_grad_()
+    loss = kl_cov_loss(now, old, torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), coefficient=1.0)
+    assert not torch.autograd.grad(loss.sum(), now)[0].any()
 
 
 def test_what_is_refused() -> None:

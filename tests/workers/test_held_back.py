@@ -62,6 +62,20 @@ def test_the_tokens_are_those_of_the_whole_minibatch() -> None:
         assert {(row, t) for row in rows for t in found[row].nonzero()[:, 0].tolist()} == largest
 
 
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_rounding_does_not_change_them(loss: CovarianceLoss) -> None:
+    """Another placement, or other micro-batches, round `old_log_prob` differently."""
+    shard, data = shard_of([*range(ROWS)], ()), context_here().groups.data
+    old = shard.ragged("old_log_prob")
+    rounded = Shard(
+        columns={**shard.columns, "old_log_prob": old.like(old.values * (1 + torch.finfo(torch.float32).eps))},
+        rows=shard.rows, minibatch_sizes=shard.minibatch_sizes, meta=shard.meta,
+    )  # fmt: skip
+    found, again = (held_back_tokens(given, loss, data).values for given in (shard, rounded))
+    assert int(found.sum()) > 3
+    assert torch.equal(found, again)
+
+
 @pytest.mark.slow
 def test_micro_batches_and_ranks_do_not_change_it() -> None:
     alone, cut = gradients(ROWS), gradients(1)

@@ -142,6 +142,24 @@ def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
         lab.compute_advantages(lab.put(table()), estimator=of_group, bootstrap=True)
 
 
+def test_it_needs_no_rewards_if_it_takes_none(lab: wb.Workbench) -> None:
+    def towards_reference(old_log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+        return ref_log_prob - old_log_prob
+
+    scored = lab.put(table())
+    batch = scored.drop("rewards", "ref_log_prob").join(scored.select("values").rename(values="ref_log_prob"))
+    found = lab.compute_advantages(batch, estimator=towards_reference)
+    mask = column(found, "response_mask").bool()
+    expected = torch.where(mask, column(found, "ref_log_prob") - column(found, "old_log_prob"), 0.0)
+    torch.testing.assert_close(column(found, "advantages"), expected)
+    assert "rewards/mean" not in lab.last_metrics["compute_advantages"] and not column(found, "token_rewards").any()
+    rewarded = lab.compute_advantages(batch.join(scored.select("rewards")), estimator=towards_reference)
+    assert torch.equal(column(rewarded, "advantages"), expected) and column(rewarded, "returns").any()
+    for function in (of_group, lambda group, token_rewards=None: token_rewards):
+        with expect_error(UnknownColumn, value="rewards"):
+            lab.compute_advantages(batch, estimator=function)
+
+
 def test_for_costs_it_gets_the_columns_of_costs(lab: wb.Workbench) -> None:
     def own_gae(token_rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         assert mask.all()

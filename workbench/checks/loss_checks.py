@@ -22,6 +22,8 @@ from workbench.checks.report import Finding, NotApplicable, finding, largest
 from workbench.checks.subject import dealt_otherwise, measured
 from workbench.errors import BadInput
 from workbench.models.loading import load_config
+from workbench.objectives.estimators import response_scores
+from workbench.objectives.groups import with_variance
 from workbench.workers.gradients import GradientReport, cosine
 from workbench.workers.roles.actor import token_function
 from workbench.workers.user_loss import OF_MODEL, ParameterNames, UserFunction
@@ -35,6 +37,7 @@ FEW_LOGITS = 20_000_000  # of all tokens, where a loss reads logits
 MOVED = 0.3  # nats: so that ratios lie on both sides of 1, within a clip and outside
 STEP, FINITE_DIFFERENCES = 1e-3, 1e-2
 RATIO_ONE = 0.1
+OF_ADVANTAGES = {"advantages", "returns", "rewards", "token_rewards"}  # a loss without these may point anywhere
 
 
 class LossSubject:
@@ -216,7 +219,7 @@ def check_ratio_1(subject: LossSubject) -> Finding:
         raise NotApplicable("all advantages are 0")
     gradient_BT = subject.inputs.at_ratio_1().outcome()["the gradient of log_prob"]
     gap = float((gradient_BT + advantages_BT).norm()) / size
-    slope = float(-(gradient_BT * advantages_BT).sum()) / size**2
+    slope = float((gradient_BT * -advantages_BT).sum()) / size**2
     near = slope * size / max(float(gradient_BT.norm()), 1e-300)
     culprit = f"it is {slope:.3g} of the policy gradient, cosine {near:.3g}"
     culprit += ": the sign is reversed" if slope < 0 else ": log_prob has no gradient there" if not slope else ""
@@ -256,10 +259,14 @@ def check_direction(subject: LossSubject) -> Finding:
         why = "" if critic else ", for example because all advantages are 0"
         raise NotApplicable(f"{known}'s gradient is 0 on this batch{why}")
     ppo = cosine(own, by_ppo)
+    if not critic and not math.isnan(ppo) and not OF_ADVANTAGES & set(ParameterNames.of(subject.function).names):
+        raise NotApplicable(f"the loss takes neither advantages nor rewards; its cosine to PPO's gradient is {ppo:.3f}")
     about = f"1 - cosine to {known}'s gradient; the cosine is {ppo:.3f}"
     if not critic and {"rewards", "prompt_uid"} <= set(batch.names):
-        prompts = batch.fetch(["prompt_uid"], rows=subject.rows)["prompt_uid"]
-        if isinstance(prompts, Tensor) and len(torch.unique(prompts)) < len(prompts):
+        table = batch.fetch(["rewards", "prompt_uid", "response_mask"], rows=subject.rows)
+        rewards = table["rewards"].pad() if isinstance(table["rewards"], Ragged) else numbers_in(table, "rewards")
+        scores_N = response_scores(rewards, ragged_in(table, "response_mask").pad())
+        if with_variance(scores_N, numbers_in(table, "prompt_uid")).any():
             of_grpo = subject.lab.compute_advantages(batch, estimator="grpo")
             by_grpo = subject.measure(of_grpo, loss="ppo", aggregation="sequence-mean-token-mean")
             about += f", to GRPO's {cosine(own, by_grpo):.3f}"

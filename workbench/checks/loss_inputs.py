@@ -34,10 +34,10 @@ def role_of(function: UserFunction) -> str:
 class LossInputs:
     """A loss, and a value for each of its parameters.
 
-    leaves: parameters that get a gradient. rows: their numbers in the batch. of_tokens: names of values that are [B, T]
-    for the tokens of the mask. sizes: of the vocabulary and of a hidden state, by the names of OF_MODEL that the loss
-    reads. There is no model here: `_of_model` invents numbers, and the values of these names say how far each token's
-    numbers have moved along a direction, so that their gradient is one number a token.
+    leaves: parameters that get a gradient. rows: their numbers in the batch. of_tokens: how many numbers a token of the
+    mask has in a value, by name: 1 for [B, T], k for [B, T * k]. sizes: of the vocabulary and of a hidden state, by the
+    names of OF_MODEL that the loss reads. There is no model here: `_of_model` invents numbers, and the values of these
+    names say how far each token's numbers have moved along a direction, so that their gradient is one number a token.
     """
 
     function: UserFunction
@@ -45,7 +45,7 @@ class LossInputs:
     rows: tuple[int, ...]
     inside_BT: Tensor
     values: Mapping[str, Any]
-    of_tokens: frozenset[str]
+    of_tokens: Mapping[str, int]
     sizes: Mapping[str, int]
 
     @classmethod
@@ -60,22 +60,24 @@ class LossInputs:
         if role_of(function) == "critic":
             given = {"values": now.pad(), "old_values": ragged_in(table, "values").pad()}
         values: dict[str, Any] = {}
-        of_tokens = set()
-        for name in ParameterNames.of(function).names:
+        names = ParameterNames.of(function).names
+        of_tokens = {name: 1 for name in names if name in given}
+        for name in names:
             value = given[name] if name in given else table.get(name)
-            if name in given or (isinstance(value, Ragged) and torch.equal(value.lengths, mask.lengths)):
-                of_tokens.add(name)
             if isinstance(value, Ragged):
+                numbers = len(value.values) // max(1, len(mask.values))
+                if numbers and torch.equal(value.lengths, numbers * mask.lengths):
+                    of_tokens[name] = numbers
                 value = value.pad()
             if isinstance(value, Tensor):
                 value = value.double() if value.is_floating_point() else value
-                value = selected(value, inside_BT) if name in of_tokens else value
+                value = selected(value, inside_BT) if of_tokens.get(name) == 1 else value
             if value is not None:
                 values[name] = value
         leaves = tuple(name for name in given if name in values and name != "old_values")
         return cls(
             function=function, leaves=leaves, rows=tuple(rows), inside_BT=inside_BT, values=values,
-            of_tokens=frozenset(of_tokens), sizes=sizes,
+            of_tokens=of_tokens, sizes=sizes,
         )  # fmt: skip
 
     # --- variants -----------------------------------------------------------------------------------------------------
@@ -106,13 +108,13 @@ class LossInputs:
     def spoilt(self) -> LossInputs:
         """Inputs with other numbers outside the mask."""
         noise_BT = 3 * _drawn(torch.randn, self.inside_BT, 2)
-        each = {name: self.values[name] for name in self.of_tokens if name in self.values}
+        each = {name: self.values[name] for name, numbers in self.of_tokens.items() if numbers == 1}
         return self.given(
             **{name: torch.where(self.inside_BT, x, noise_BT) for name, x in each.items() if x.is_floating_point()}
         )
 
     def padded(self) -> LossInputs:
-        wider = {name: pad(self.values[name], (0, PADDING)) for name in self.of_tokens if name in self.values}
+        wider = {name: pad(self.values[name], (0, PADDING * numbers)) for name, numbers in self.of_tokens.items()}
         return replace(self.given(**wider), inside_BT=pad(self.inside_BT, (0, PADDING)))
 
     # --- the loss and its gradients -----------------------------------------------------------------------------------

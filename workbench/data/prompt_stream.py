@@ -160,7 +160,8 @@ class PromptStream(NamedAttributes):
     def next(self, n: int) -> Batch:
         """Draw the next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
 
-        Begins a new iteration; or the last one again, if one of its stages was refused and none has run.
+        Begins a new iteration; or the last one again, if one of its stages was refused and none has run. `more` draws
+        for the iteration that has begun, as in a function that is a stage of an algorithm.
         """
         return self._draw(n, begins=True)
 

@@ -266,6 +266,7 @@ class ClipCov:
 
 CovarianceLoss = KLCov | ClipCov
 CLIP = 1.0  # the default clip of ClipCov
+SAME = 1e-5  # nats: log-probabilities this near are one number, rounded in two ways
 
 
 def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
@@ -300,8 +301,10 @@ def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generato
     if isinstance(loss, KLCov):
         among_N = covariances_N.topk(min(count, len(covariances_N))).indices
     else:
-        within_N = ((covariances_N > loss.low) & (covariances_N < loss.high)).nonzero()[:, 0]
-        among_N = within_N[torch.randperm(len(within_N), generator=draws)[:count]]
+        within_N = (covariances_N > loss.low) & (covariances_N < loss.high)
+        # an order of all tokens: one that rounding puts beyond a bound does not change the draws of the others
+        order_N = torch.randperm(len(covariances_N), generator=draws)
+        among_N = order_N[within_N[order_N]][:count]
     chosen_N[among_N] = True
     return chosen_N
 
@@ -314,5 +317,6 @@ def kl_cov_loss(
         log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT, held_back_BT=held_back_BT
     )
     distance_BT = (upcast(log_prob_BT) - upcast(old_log_prob_BT).detach()).abs()
-    penalty_BT = torch.where(held_back_BT.bool(), coefficient * distance_BT, 0.0)
+    apart_BT = held_back_BT.bool() & (distance_BT > SAME)  # else the sign of the gradient would be a rounding error
+    penalty_BT = torch.where(apart_BT, coefficient * distance_BT, 0.0)
     return penalty_BT - ratio_of(log_prob_BT, old_log_prob_BT) * upcast(advantages_BT).detach()

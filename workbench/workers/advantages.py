@@ -139,9 +139,11 @@ class Estimation:
     def of(self, signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
         """Return token rewards after penalties, advantages and returns of one signal, each [B, T]."""
         estimator = self.estimator
-        scores = self._scores(signal.scores, self.mask_BT)
+        scored = signal.scores in self.batch.columns  # a function of the user's may do without
+        scores = self._scores(signal.scores, self.mask_BT) if scored else torch.zeros(len(self.batch))
         scores_B = response_scores(scores, self.mask_BT)
-        self.note_mean(signal.scores, scores_B, self.rows)
+        if scored:
+            self.note_mean(signal.scores, scores_B, self.rows)
         penalty_B = self._overlong_penalty(signal)
         rewards_BT = self._token_rewards(scores, signal)
         if penalty_B is not None:

@@ -240,22 +240,24 @@ def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: Communica
     """Return a bool column of held-back response tokens, by `old_log_prob` and `advantages`. Every rank calls it.
 
     Every rank sees the tokens of all ranks in the same order, so that neither ranks nor micro-batches change the
-    choice. Draws depend on the covariances alone: an update that continues after a stop draws the same tokens.
+    choice. Draws depend on the tokens' ids alone: rounding does not change them, and an update that continues after a
+    stop draws the same tokens.
     """
     mask_BT = batch.valid_mask.pad().bool()
     old_BT, advantages_BT = batch.ragged("old_log_prob").pad(), batch.ragged("advantages").pad()
-    found_BT, rows_B = torch.zeros_like(mask_BT), torch.as_tensor(batch.rows)
+    ids_BT, rows_B = batch.ragged("response_ids").pad(), torch.as_tensor(batch.rows)
+    found_BT = torch.zeros_like(mask_BT)
     for index in minibatch_indices(batch.minibatch_sizes):
         rows_N, times_N = mask_BT[index].nonzero(as_tuple=True)
         rows_N = torch.as_tensor(index)[rows_N]
         mine_N = rows_B[rows_N] * LONGEST + times_N
         keys_N, order_N = communicator.gathered(mine_N).sort()
-        log_prob_N, advantages_N = (
-            communicator.gathered(x_BT[rows_N, times_N])[order_N] for x_BT in (old_BT, advantages_BT)
+        log_prob_N, advantages_N, ids_N = (
+            communicator.gathered(x_BT[rows_N, times_N])[order_N] for x_BT in (old_BT, advantages_BT, ids_BT)
         )
         if not len(keys_N):
             continue
-        found_N = covariances(log_prob_N, advantages_N)
-        draws = torch.Generator().manual_seed(zlib.crc32(found_N.numpy().tobytes()))
-        found_BT[rows_N, times_N] = torch.isin(mine_N, keys_N[held_back(loss, found_N, draws)])
+        draws = torch.Generator().manual_seed(zlib.crc32(ids_N.numpy().tobytes()))
+        held_N = held_back(loss, covariances(log_prob_N, advantages_N), draws)
+        found_BT[rows_N, times_N] = torch.isin(mine_N, keys_N[held_N])
     return Ragged.unpad(found_BT, batch.valid_mask.lengths)

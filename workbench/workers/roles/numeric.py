@@ -42,7 +42,9 @@ from workbench.workers.worker import Worker
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
     """Return the columns of a signal that an estimator needs."""
     if callable(estimator):
-        return signal.scores, *signal.columns(ParameterNames.of(estimator).needed)
+        asked = ParameterNames.of(estimator)
+        scores = (signal.scores,) if {"rewards", "token_rewards"} & set(asked.names) else ()
+        return *scores, *signal.columns(asked.needed)
     critics = dict.fromkeys(WITH_CRITIC, (signal.values,))
     return signal.scores, *{**critics, "remax": (signal.baseline,)}.get(estimator, ())
 
@@ -73,7 +75,7 @@ def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     estimator = arguments["estimator"]
     if callable(estimator):
         asked = ParameterNames.of(estimator).optional
-        of_estimator = tuple(name for signal in _signals(arguments) for name in signal.columns(asked))
+        of_estimator = tuple(name for signal in _signals(arguments) for name in (signal.scores, *signal.columns(asked)))
     else:
         of_estimator = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}.get(estimator, ())
     contexts = (CONTEXT_STARTS,) if arguments["overlong_buffer"] else ()
@@ -162,7 +164,8 @@ class NumericWorker(Worker):
         function of the whole batch, the rows of all ranks in their order, which returns advantages [rows] or [rows,
         tokens], or (advantages, returns). Its parameters name `rewards` [rows], `token_rewards` (after the penalties),
         `mask` (bool), `group` (of a prompt) and any column; per-token numbers are [rows, tokens], 0 outside the mask.
-        It does not get rows that are not `valid`.
+        It does not get rows that are not `valid`. If it takes neither `rewards` nor `token_rewards`, the batch needs no
+        rewards.
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO): a number; "random": 1, 2, 3, 5 or 10, drawn; "perplexity": as long as each token is likelier
