@@ -19,6 +19,7 @@ from workbench.models.chat_format import ChatFormat
 
 TINY = "tiny-llama"
 USER = {"role": "user", "content": "Hi"}
+HI = USER | {"tool_calls": None}
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Who?\n\nAssistant:"
 
 
@@ -40,6 +41,9 @@ PAIRS: list[tuple[dict[str, Any], Any, tuple[str, str]]] = [
     ({"prompt": [USER], "chosen": "b", "rejected": "c"}, [USER], ("b", "c")),
     ({"chosen": [USER, said("b")], "rejected": [USER, said("c")]}, [USER], ("b", "c")),
     ({"chosen": [USER, said("b")], "rejected": [USER, said("b")]}, [USER], ("b", "b")),
+    # UltraFeedback's rows have the prompt twice; Arrow adds the keys of other messages
+    ({"prompt": "Hi", "chosen": [HI, said("b")], "rejected": [HI, said("c")]}, [USER], ("b", "c")),
+    ({"prompt": [HI], "chosen": [USER, said("b")], "rejected": [USER, said("")]}, [USER], ("b", "")),
     ({"chosen": HH + " I am.", "rejected": HH + " I was."}, HH, (" I am.", " I was.")),
     ({"chosen": HH, "rejected": HH + " I."}, HH, ("", " I.")),
     # the last turns are not alike: what is shared ends with an earlier answer's beginning
@@ -82,7 +86,7 @@ def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) 
         ("pairs", {"chosen": "a"}, r"rows.jsonl, line 3 has no 'rejected'"),
         ("pairs", {"prompt": "a", "chosen": 1, "rejected": "b"}, "line 3: 'chosen' is 1"),
         ("pairs", {"prompt": " ", "chosen": "a", "rejected": "b"}, "line 3: 'prompt' is empty"),
-        ("pairs", {"prompt": "a", "chosen": [USER], "rejected": "b"}, "line 3: 'chosen' holds 1 messages"),
+        ("pairs", {"prompt": "a", "chosen": [USER], "rejected": "b"}, "line 3: 'chosen' holds 1 messages.*into the"),
         ("pairs", {"prompt": "a", "chosen": "a", "rejected": "b", "margin": "x"}, "line 3: margin='x'"),
         ("pairs", {"chosen": "a b", "rejected": "c d"}, "line 3: chosen and rejected do not begin with the same text"),
         ("pairs", {"chosen": [USER, said("a")], "rejected": [said("b")]}, "line 3: .*differ in more than the last"),
@@ -172,6 +176,7 @@ def test_what_the_template_leaves_out_is_told_and_roles_that_it_does_not_know_ar
         "tools": [{"type": "function", "function": {"name": "add"}}],
     }
     assert "the chat template leaves out 'function_call', 'tools'" in repr(examples([row], "demonstrations"))
+    assert "1 whose 'tools' are not JSON schemas" in repr(examples([{**row, "tools": "[{"}], "demonstrations"))
     kinds: list[tuple[str, Kind]] = [("human", "demonstrations"), ("robot", "feedback")]
     for role, kind in kinds:
         strange = {"messages": [{**USER, "role": role}, USER, said("b")], "label": True}

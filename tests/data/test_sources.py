@@ -25,6 +25,7 @@ def test_texts_become_rows_and_dicts_are_copied() -> None:
     assert rows == given
     rows[0]["answer"] = 2
     assert given[0]["answer"] == 1
+    assert read_rows([{"prompt": "a", 3: "b"}]) == [{"prompt": "a", "3": "b"}]  # names of columns are texts
 
 
 def records(frame: pd.DataFrame) -> Any:

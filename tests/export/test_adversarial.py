@@ -149,6 +149,7 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "a syntax error": (["x = 1", "def f(:\n  pass"], "cell 2, line 1", "fix"),
     "input": (["name = input('who? ')", "print(name)"], "cell 1: input('who? ')", "parameter"),
     "a deleted cell": (["print(model)"], "cell 1 needs 'model'", "was deleted"),
+    "what a cell captured": (["%%capture said\nprint(1)", "print(said)"], "cell 2 needs 'said'", "cell 1"),
     "a name made further down": (["print(model)", "model = 3"], "cell 1 needs 'model'", "further down"),
     "what was shown last": (["1 + 1", "print(_)"], "cell 2 needs '_'", "name"),
     "In and Out": (["1 + 1", "print(Out[1])"], "cell 2 needs 'Out'", "name"),

@@ -274,6 +274,11 @@ def test_a_move_becomes_the_placement_that_a_script_opens_with() -> None:
     returned = script_of(page(IMPORT, OPEN, "change = lab.move(wb.Placement.split(2))", "lab.evaluate(change)"))
     assert "change = lab.move(" in returned.text
     assert "'change', is used" in returned.told[0]
+    for change in ("lab.drop('critic')", "lab.add('cost', 'tiny-llama')"):  # the models at opening are others
+        moved = script_of(page(IMPORT, OPEN, change, "lab.move(wb.Placement.split(2))"))
+        assert "lab.move(wb.Placement.split(2))" in moved.text and "roles are added or dropped" in moved.told[0]
+        changed = script_of(page(IMPORT, OPEN, change), placements={"x": 'wb.Placement.of({"a": (1, ["actor"])})'})
+        assert "Placement.of" not in changed.text and not changed.told
 
 
 def test_markdown_explains_code_and_titles_the_script() -> None:
@@ -353,6 +358,10 @@ ppo.run(2)
 for _ in range(2):
     ppo.step()  # prompts, generate_sequences"""
     )
+    for stage, arguments, said in (("update_critic", "", "update_critic had taken"), ("", ", staleness=1", "ahead")):
+        call.stages, call.arguments = ("prompts", "compute_advantages"), arguments
+        _, (lacks,) = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call], [((1, 0), stage)]))
+        assert said in lacks
     call.finished_later = True
     found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
     assert found == "# interrupted: this is what it did; the next run finishes its last iteration\nppo.run(2)"

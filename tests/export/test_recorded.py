@@ -35,6 +35,7 @@ NEXT = "batch = lab.prompts.next(n)"
 GENERATE = "batch = lab.actor.generate_sequences(batch, max_new_tokens=3)"
 SCORE = "batch = lab.actor.compute_log_prob(batch)"
 CLOSE = "lab.close()"
+QUIET = "%%capture said\nm = 4\nlab.report('note', {'x': 1 / 0})"
 IN_KERNEL = """from workbench.export.recorded import read_record
 (text,) = [run.text() for run in read_record([lab.run_folder]).runs if run.id == "gone"]
 assert text.startswith("lab.report("), text"""
@@ -105,6 +106,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     counts |= {id: kernel.run(id, text) for id, text in [("open", OPEN), ("next", NEXT)]}
     counts["gone"] = kernel.run("gone", "lab.report('note', {'x': 1.0})")
     kernel.run("", IN_KERNEL, recorded=False)
+    quiet = kernel.run("quiet", QUIET)  # which shows its error, and does not fail
     for _ in range(2):
         counts["generate"] = kernel.run("generate", GENERATE.replace("3", "2"))
         counts["next"] = kernel.run("next", NEXT)
@@ -122,6 +124,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
             ("generate", GENERATE.replace("3", "4"), counts["generate"]),
             ("close", CLOSE, counts["close"]),
             ("new", "lab.name", None),
+            ("quiet", QUIET, quiet),
         ],
     )
     with expect_error(BadInput, value="cell 3 .*needs 'batch'", rule="further down", remedy="--as-run"):
@@ -139,6 +142,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     ]
     assert "lab.report(" in script.text  # its cell has left the page
     assert "lr=" not in script.text
+    assert "    m = 4\n" in script.text and "1 / 0" not in script.text
     assert "n +" not in script.text
     assert script.text == (tmp_path / "script.py").read_text()
     assert [line for line in script.told if "2 lines, 2 times" in line]

@@ -93,7 +93,7 @@ def pair(row: Row, where: str) -> Example:
 
         {"prompt": text or messages, "chosen": text, "rejected": text}
         {"chosen": text, "rejected": text}                 whole dialogues: their common beginning is the prompt
-        {"chosen": messages, "rejected": messages}         the same
+        {"chosen": messages, "rejected": messages}         the same; a "prompt" with which both begin may stand beside
 
     With a prompt, an answer may also be one message of the assistant. Optional: "margin", a number.
     Raises `BadInput`, with the row's place.
@@ -111,7 +111,7 @@ def pair(row: Row, where: str) -> Example:
         raise BadInput(f"{where}: margin={shown(margin)}", "a margin is a finite number", "correct it")
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = next((name for name in PROMPTS if name in row), None)
-    if prompt:
+    if prompt and not _begin_with(row[prompt], chosen, rejected):
         both = [_answer(row[name], where, name) for name in ("chosen", "rejected")]
         return _pair(_prompt(row[prompt], where, prompt), both, margin)
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -134,6 +134,12 @@ def pair(row: Row, where: str) -> Example:
             "add a column 'prompt', or drop the row",
         )
     return _pair(turns[0][:shared], [_said(messages[-1:], where) for messages in turns], margin)
+
+
+def _begin_with(prompt: Any, *answers: Any) -> bool:
+    """Whether each answer is a dialogue that begins with the prompt, as UltraFeedback's are."""
+    opening = chat_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return opening is not None and all((chat_messages(one) or [])[: len(opening)] == opening for one in answers)
 
 
 def _pair(prompt: Conversation, both: Sequence[tuple[str, Sequence[Message]]], margin: float | None) -> Example:
@@ -188,7 +194,8 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
         return value, ()
     messages = _messages(value, where, column)
     if not several and (len(messages) != 1 or messages[0]["role"] != "assistant"):
-        raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one assistant message")
+        rule, remedy = "an answer is one assistant message", "move the messages before it into the prompt"
+        raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", rule, remedy)
     return _said(messages, where)
 
 

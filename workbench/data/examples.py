@@ -114,7 +114,7 @@ class Examples(EpochRows[Tokenized]):
             chat.check(tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.control_tokens = chat is False if control_tokens is None else control_tokens
-        self.dropped = self.cut = self.equal = self.with_control_tokens = 0
+        self.dropped = self.cut = self.equal = self.with_control_tokens = self.other_tools = 0
         self.unread = set[str]()
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         self._turn_end, self._warned = turn_end(tokenizer), not (self._chat and tokenizer.chat_template)
@@ -168,6 +168,7 @@ class Examples(EpochRows[Tokenized]):
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
         told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.with_control_tokens)
         told += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        told += [f"{self.other_tools} whose 'tools' are not JSON schemas, and are left out"] if self.other_tools else []
         told += [f"the chat template leaves out {', '.join(map(repr, sorted(self.unread)))}"] if self.unread else []
         return ", ".join(told)
 
@@ -185,6 +186,7 @@ class Examples(EpochRows[Tokenized]):
         for i, row in enumerate(rows):
             try:
                 example = replace(_READ[self.kind](row, rows.where(i)), tools=row_tools(row))
+                self.other_tools += bool(row.get("tools")) and not example.tools
                 found += filter(None, [self._fit(example, rows.where(i))])
             except BadInput as error:
                 if not error.value.startswith(rows.where(i)):  # an error of the chat template

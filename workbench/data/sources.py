@@ -145,7 +145,7 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     source is one of
 
         list of str                     rows {"prompt": text}
-        list of dict                    the dicts (copied), with arrays as lists
+        list of dict                    the dicts (copied), with arrays as lists, and keys as texts
         generator, iterator             its items, read like a list; it must end
         a pandas frame                  its rows; missing values become None
         a table of arrow or polars, a split of the `datasets` library (Dataset, IterableDataset)
@@ -194,7 +194,7 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
         kinds += "" if placed is first else f", {first.place} of type {type(first.row).__name__}"
         remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
         raise BadInput(f"{place} is of type {kinds}", "a list must hold only texts, or only dicts", remedy)
-    row: Row = {"prompt": item} if isinstance(item, str) else _plain(item)
+    row: Row = {"prompt": item} if isinstance(item, str) else {str(name): one for name, one in _plain(item).items()}
     broken = next((name for name, value in row.items() if not has_texts(value)), None)
     if broken is not None:
         raise BadInput(

@@ -213,11 +213,20 @@ def done_of(cell: Cell, failed: Position | None, made: Made) -> tuple[str, list[
         [one for one in made.stages if one[0] is not None and _has(node, one[0])],
     )
     if (called := _call_of(node, inside)) is not None:
-        return "\n".join(filter(None, [ended, *called])), []
+        return "\n".join(filter(None, [ended, *called])), _lacking(inside)
     block = sum(isinstance(one, ast.stmt) for one in ast.walk(node)) > 1
     if not (block or inside.calls) and [at for at, _ in inside.stages] in ([], [failed]):  # nothing had ended
         return ended, []
     return ended, [f"`{line[node.col_offset :].decode():.60}` is not in the script; it had called {inside}"]
+
+
+def _lacking(made: Made) -> list[str]:
+    """What the lines of an interrupted call of an algorithm do not do, a sentence each."""
+    (call,), stage = made.calls, made.stages[-1][1] if made.stages else ""
+    ahead = bool(call.arguments and call.stages) and not call.finished_later
+    cut = stage.startswith("update_") and len(call.stages) > 1 and stage not in call.stages
+    told = ["rollouts that it had generated ahead are not in the script"] * ahead
+    return told + [f"steps that {stage} had taken are in the script only where a later call ends that update"] * cut
 
 
 def _has(node: ast.stmt, place: Position) -> bool:

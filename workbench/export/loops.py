@@ -10,6 +10,7 @@ from workbench.export.cells import Cell, replaced
 from workbench.export.statements import Statement, at_margin, builtin, root
 
 MOVES = {"move", "relayout", "resize"}
+ROLES = {"add", "drop"}
 WORKBENCH = {"wb", "workbench"}  # names of the module
 
 
@@ -26,10 +27,11 @@ def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> 
         for name in statement.names.binds:
             moves = [s for s in statements if any(_is_move(node, name) for node in at_margin([s.node]))]
             known = recorded.get(_title(opening))
-            if not moves and known is None:
+            roles = any(_changes_roles(node, name) for s in statements for node in ast.walk(s.node))
+            if not moves and (known is None or roles):
                 continue
             cells = ", ".join(dict.fromkeys(str(s.cell) for s in moves)) or "a panel"
-            obstacle = _obstacle(name, opening, statements, moves)
+            obstacle = "roles are added or dropped" if roles else _obstacle(name, opening, statements, moves)
             target = known
             if target is None and not obstacle:
                 target, obstacle = _last_target(moves[-1], statements, place)
@@ -67,6 +69,12 @@ def _is_move(node: ast.AST | None, lab: str) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return False
     return node.func.attr in MOVES and root(node) == lab
+
+
+def _changes_roles(node: ast.AST, lab: str) -> bool:
+    """Whether it is `lab.add(...)` or `lab.drop(...)`: then no placement has the roles of all times."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr in ROLES and ast.unparse(called.value) == lab
 
 
 def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], moves: Sequence[Statement]) -> str:

@@ -227,7 +227,7 @@ def _check_names(chosen: Sequence[Statement], statements: Sequence[Statement], p
     everywhere = {name for s in chosen for name in s.names.binds | s.names.rebinds} | parameters
     makers: dict[str, list[Cell]] = {}
     for statement in statements:
-        for name in statement.names.binds:
+        for name in (*statement.names.binds, *re.findall(r"\A\s*%%capture\s+(\w+)", statement.cell.text)):
             makers.setdefault(name, []).append(statement.cell)
     made = parameters.union(*(s.names.binds for s in chosen if s.is_import or s.is_definition))
     for statement in chosen:

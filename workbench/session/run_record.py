@@ -183,17 +183,21 @@ class _History:
             if text
         ]
         self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
+        self._inner: tuple[bool, tuple[int, int] | None] = True, None
         shell.events.register("post_run_cell", self._ran)
 
     def _ran(self, result: Any) -> None:
         with suppress(KeyboardInterrupt), uninterrupted():  # the cell has ended: there is nothing left to interrupt
             loaded.note()
-            info = result.info
+            info, ended = result.info, (bool(result.success), failed_position(result.error_in_exec))
             if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
+                self._inner = ended
                 return
+            if ended[0] and str(info.raw_cell).lstrip().startswith("%%capture"):
+                ended = self._inner  # of the rest of the cell, whose error it shows but does not raise
             cell = RunCell(
                 self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), digest_of(info.raw_cell),
-                bool(result.success), failed_position(result.error_in_exec),
+                *ended,
             )  # fmt: skip
             self.cells.append(cell)
             for telemetry, _ in self.followers:
