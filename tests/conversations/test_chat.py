@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -74,6 +75,19 @@ def test_a_turn_at_a_time(lab: wb.Workbench, chat: Chat) -> None:
     with expect_error(BadInput, rule="the environment has ended the conversation"):
         chat.step()
     assert chat.go(None).here is None and not chat.ended
+
+
+def test_only_the_newest_conversations_keep_a_process(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.conversations.MOST_OPEN", 2)
+    others = set(psutil.Process().children())
+    chat = lab.conversation("1+1=", sampling=sampling(), seed=3)
+    (own,) = set(psutil.Process().children()) - others
+    chat.step()
+    for seed in range(2):
+        assert own.is_running()
+        lab.conversation("1+1=", sampling=sampling(), seed=seed)
+    assert not own.is_running()
+    assert lab.decode(chat.step().answer_ids) == "<2>"
 
 
 def test_the_same_seed_takes_the_same_turns_and_training_sees_nothing(lab: wb.Workbench) -> None:

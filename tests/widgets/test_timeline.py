@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.display.by_rows import device_times
 from tests.expected import expect_error
 from workbench.display.idle import CAUSES
 from workbench.errors import BadInput
+from workbench.session.history import History
 from workbench.telemetry import Span, TelemetryStore
 from workbench_widgets import Driver
 from workbench_widgets.timeline import MOST_ITERATIONS, TimelineView
@@ -203,6 +205,19 @@ def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> N
     view.on_show("last")
     assert [row["device"] for row in view._draw().summary] == ["cpu:0", "cpu:1"]
     assert {row["pool"] for row in view._draw().summary} == {"b"}
+
+
+def test_the_picture_of_the_last_iterations_is_made_from_these_and_the_one_before(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [])
+    for number in range(1, 5):  # each on another device
+        _event(lab, "iteration", 1e9 + 10 * number, iteration=number)
+        lab.telemetry.append_spans([span(number, 1e9 + 10 * number + 1, 1e9 + 10 * number + 2, number)])
+    hosts: Any = SimpleNamespace(infos=[])
+    history = History(hosts, hosts, lab.telemetry)
+    for iterations, devices in ((1, {3, 4}), (2, {2, 3, 4}), (4, {1, 2, 3, 4}), (None, {1, 2, 3, 4})):
+        picture = history.timeline(iterations)
+        assert {device for _, device in picture.lanes} == {f"cpu:{device}" for device in devices}
+        assert picture.span_count == (iterations or 4)
 
 
 def test_time_between_two_buttons_of_a_panel_is_nothing_called_and_within_one_it_is_the_controller(

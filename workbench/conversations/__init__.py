@@ -12,10 +12,12 @@ from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, Number
 
+MOST_OPEN = 8  # conversations that keep their environments' process
+
 
 class Conversations:
     """Begins conversations by hand, `lab.conversation(row, environment=MyEnvironment)`. chats: the conversations that
-    were begun, the newest last."""
+    were begun, the newest last. An older one that goes on starts its process again, and replays its turns."""
 
     def __init__(self, lab: Any) -> None:
         self._lab, self.chats = lab, list[Chat]()
@@ -49,5 +51,7 @@ class Conversations:
         sampling = replace(sampling, environment=environment or sampling.environment or NoEnvironment)
         chat = Chat(lab, row, sampling=sampling, gamma=gamma, seed=seed)
         self.chats.append(chat)
+        for older in self.chats[:-MOST_OPEN]:
+            older.close()
         lab.before_close(chat.close)
         return chat

@@ -202,9 +202,10 @@ class History:
         start = None
         if iterations is not None and len(spans):
             begun = events[events["event"] == "iteration"]["time_s"]
-            begun = begun[begun <= spans["end_s"].max()]  # the newest may have no span yet
-            starts = begun.to_list()[-iterations:]
-            start = starts[0] if starts else None
+            starts = begun[begun <= spans["end_s"].max()].to_list()  # the newest may have no span yet
+            start = starts[-iterations:][0] if starts else None
+            if len(starts) > iterations:  # a cell that called the iteration before may be between two of its stages
+                spans = spans[spans["end_s"] >= starts[-iterations - 1]]
         devices = [info.device for info in self._hosts.infos]
         records: list[Any] = events.to_dict("records")
         return timeline(spans, devices=devices, start=start, callers=Callers.of(records), fold=fold)
