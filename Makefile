@@ -73,8 +73,11 @@ format: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# folders whose modules have a page: what a user calls, reads or writes a subclass of
+REFERENCE := algorithms batches checks comparisons conversations data errors export launch mapping messages models objectives placement resharding session settings stages support telemetry workers
+
 docs: $(READY) ## write the API reference into build/docs/
-	$(BIN)/python scripts/build_docs.py
+	$(BIN)/python -W ignore -m pdoc -t docs/reference -o build/docs --footer-text workbench workbench workbench.cli workbench.controller $$(find $(REFERENCE:%=workbench/%) -name '*.py' | sed 's,/__init__,,; s,\.py$$,,; s,/,.,g')
 
 WITNESSES := torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 importlib_metadata zipp verl==0.9.1 codetiming orjson omegaconf antlr4-python3-runtime==4.9.3
 

@@ -20,7 +20,7 @@ from workbench.placement.placement import named_placements
 from workbench_widgets.view import View, button, entry, whole_number
 
 # Iterations that generation runs ahead -> the name of the fastest placement
-SUGGESTED = {0: ("quickest", "second", "third"), 1: ("one ahead",)}
+SUGGESTED = {0: ("fastest", "second", "third"), 1: ("staleness=1",)}
 
 
 @dataclass(frozen=True)
@@ -409,6 +409,9 @@ def _size(pool: Pool, what: str) -> str:
 # --- parts of the picture ---------------------------------------------------------------------------------------------
 
 
+_COLUMNS = "plan", "placement", "predicted iteration", "bytes to move", "time to move", "room"
+
+
 def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> str:
     """A table of the offers. controls: with buttons that take an offer as the draft."""
     rows = []
@@ -419,19 +422,16 @@ def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> 
             iteration = "not predicted" if offer.predicted_s is None else seconds_text(offer.predicted_s)
             room = "live" if off else f"{SIGNS[change.fits]} {change.verdict}"
             cells = [str(change.new), iteration, bytes_text(change.total_bytes), change.expected_text, room]
-        row = dict(zip(("plan", "placement", "iteration", "moves", "time", "room"), (offer.name, *cells), strict=True))
+        row = dict(zip(_COLUMNS, (offer.name, *cells), strict=True))
         take = button(
             "take", "take", off=off, title=f"draft {offer.name}", spoken=f"take {offer.name}", name=offer.name
         )
         rows.append(row | ({"": Markup(take)} if controls else {}))
-    caption = (
-        "named placements, and the quickest; one ahead: for run(n, staleness=1); iteration: its time, predicted from "
-        "calls timed here; moves and time: what would move from the live placement, and how long"
-    )
     suggest, does = "", ""
     if controls:
-        told = "fit the cost model to the last iteration, and search for the quickest placements"
+        told = "fit the cost model to the last iteration, and search for the fastest placements"
         suggest, does = button("Suggest", "suggest", title=told), " Suggest calibrates it by the last iteration."
     reasons = dict.fromkeys(offer.unpredicted for offer in offers if offer.unpredicted)
     notes = "".join(f"<div>No iteration is predicted: {escape(reason)}{does}</div>" for reason in reasons)
-    return f'<section aria-label="plans">{table(rows, caption=caption)}{notes}{suggest}</section>'
+    shown = table(rows, caption="named placements, and the fastest by the cost model")
+    return f'<section aria-label="plans">{shown}{notes}{suggest}</section>'

@@ -52,8 +52,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--deep", action="store_true", help="import each engine as well: ten to thirty seconds")
     add("ls", _ls, "list the workbenches that run on this machine")
     stop = add("stop", _stop, "end a workbench and its hosts", answers=False)
-    stop.add_argument("name", metavar="NAME", nargs="?", default="")
-    stop.add_argument("--id", default="", help="instead of a name: the id of one opening")
+    stop.add_argument("name", metavar="NAME")
     trace = add("trace", _trace, "write a run as a Chrome trace, for Perfetto", answers=False)
     trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a running workbench, or the folder of any run")
     trace.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
@@ -150,14 +149,10 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    from workbench.backends import registry
     from workbench.launch import opening
 
-    if bool(arguments.name) == bool(arguments.id):
-        raise BadInput("wb stop", "it needs either a NAME or --id ID", "see `wb ls`")
-    name = arguments.name or registry.with_id(arguments.id).name
-    opening.stop(name)
-    print(f"stopped {name}")
+    opening.stop(arguments.name)
+    print(f"stopped {arguments.name}")
 
 
 def _trace(arguments: argparse.Namespace) -> None:

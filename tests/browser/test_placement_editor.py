@@ -130,7 +130,7 @@ def test_models_are_moved_by_mouse_and_keyboard(shared_notebook: Callable[[Seque
     assert not notebook.ask("editor().driver.error")
     editor.panel.get_by_role("tab", name="Placement").click()
     editor.button("Suggest").click()
-    editor.button("take quickest").wait_for()
+    editor.button("take fastest").wait_for()
     offers.get_by_text("not predicted").first.wait_for(state="hidden")
     notebook.picture("placement-suggested")
     editor.button("take second").press("Enter")

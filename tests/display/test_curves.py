@@ -66,6 +66,7 @@ def test_charts_have_a_place_each_and_one_key() -> None:
     assert [trace["showlegend"] for trace in made["data"]] == [True, True, False, False, False, False]
     assert [trace["yaxis"] for trace in made["data"]] == ["y", "y", "y2", "y2", "y3", "y3"]
     assert (layout["yaxis3"]["type"], layout["yaxis3"]["title"]["text"]) == ("log", "nats")
+    assert layout["yaxis3"]["exponentformat"] == "e"
     assert [one["text"] for one in layout["annotations"][:2]] == ["<b>0</b>", "!"]
     assert [one["x0"] for one in layout["shapes"]] == [3, 3, 3]
     assert not figure([Chart(title="one look", curves=curves[:1])])["layout"]["showlegend"]

@@ -187,7 +187,7 @@ def test_placements_with_a_name_are_priced_and_taken(shared: Any) -> None:
     assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
 
 
-def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
+def test_the_fastest_placements_are_suggested_and_taken(shared: Any) -> None:
     editor: Any = PlacementEditor(shared, Driver(shared))
     assert "No iteration is predicted: workbench" in drawn(editor)
     with expect_error(BadInput, value="no algorithm has taken a step"):
@@ -197,15 +197,15 @@ def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
     editor.act("suggest", {})
     html = drawn(editor)
     offers = {offer.name: offer for offer in editor._costs.offers}
-    assert list(offers) == ["colocate", "split", "standalone", "quickest", "second", "third", "one ahead"]
+    assert list(offers) == ["colocate", "split", "standalone", "fastest", "second", "third", "staleness=1"]
     found = [plan.placement for plan in shared.suggest(devices=shared.description.devices or 1)]
-    suggested = [offers[name] for name in ("quickest", "second", "third")]
+    suggested = [offers[name] for name in ("fastest", "second", "third")]
     assert all(offer.placement in found for offer in suggested)
     assert [offer.predicted_s for offer in suggested] == sorted(offer.predicted_s for offer in suggested)
     assert offers["colocate"].predicted_s == shared.predict(offers["colocate"].placement).iteration_s
-    ahead = offers["one ahead"]
+    ahead = offers["staleness=1"]
     assert ahead.placement == shared.suggest(staleness=1).best.placement and ahead.placement.has_rollout
     assert ahead.predicted_s == shared.predict(ahead.placement, staleness=1).iteration_s
-    assert "take quickest" in html and "predicted:" not in html and "not predicted" not in html
+    assert "take fastest" in html and "predicted:" not in html and "not predicted" not in html
     editor.act("take", {"name": "second"})
     assert editor.draft == offers["second"].placement

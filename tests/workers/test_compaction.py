@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from itertools import chain, pairwise, takewhile
-from pathlib import Path
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.errors import BadInput, RolloutError
+from workbench.errors import BadInput
 from workbench.models.tokenizers import render_reply
 
 ASKED = "Sum up."
@@ -132,61 +130,6 @@ def test_a_summary_stands_in_place_of_what_is_left_out(lab: wb.Workbench) -> Non
         question = render_reply(tokenizer, [{"role": "user", "content": ASKED}], after=row["response_ids"][begun - 1])
         assert ASKED in lab.decode(first) and row["response_ids"][begun - len(question) : begun][-3:] == question[-3:]
         assert ASKED not in lab.decode(second[: len(row["prompt_ids"]) + len(summary) + 5])
-
-
-class Calls:
-    """A function that summarizes, and counts by hand of its process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    async def __call__(self, context: str) -> str:
-        with (self.folder / "contexts").open("a") as file:
-            file.write(json.dumps(context) + "\n")
-        return f"[{len(context)}]"
-
-
-@pytest.mark.parametrize("environment", [Counting, Texts])
-def test_a_function_summarizes_in_place_of_the_policy(lab: wb.Workbench, environment: Any, tmp_path: Path) -> None:
-    batch, told = rolled(lab, environment, summary=Calls(tmp_path)), 0
-    read = [json.loads(line) for line in (tmp_path / "contexts").read_text().splitlines()]
-    tokenizer = lab.runner.batches.tokenizer
-    for row in rows(batch, "turn_starts", "turn_ends", "turns", "ending"):
-        assert row["ending"] == "max_turns" and row["turns"] == TURNS and sum(row["context_starts"]) >= 1
-        assert sum(row["response_mask"]) == sum(
-            end - start for start, end in zip(row["turn_starts"], row["turn_ends"], strict=True)
-        )
-        first = row["response_ids"][: row["turn_starts"][0]]
-        for earlier, later in pairwise(contexts(row)):
-            # the policy had read all of the earlier one when its last turn was answered
-            text = tokenizer.decode(earlier, skip_special_tokens=True)
-            summary = tokenizer.encode(f"[{len(text)}]", add_special_tokens=False)
-            begins = [*row["prompt_ids"], *first, *summary]
-            assert later[: len(begins)] == begins and text in read
-            assert tokenizer.encode("Go on.", add_special_tokens=False)[0] in later[len(begins) : len(begins) + 30]
-            told += 1
-    assert told == len(read)
-    lab.actor.compute_log_prob(batch)
-    assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-4
-
-
-def test_a_long_summary_is_cut_and_one_that_is_none_is_left_out(lab: wb.Workbench) -> None:
-    (x,) = lab.runner.batches.tokenizer.encode("x", add_special_tokens=False)
-    for text, tokens in (("x" * 500, CONTEXT["turn_tokens"]), ("", 0)):
-        for row in rows(rolled(lab, Counting, summary=lambda context, text=text: text)):
-            for context in contexts(row)[1:]:
-                behind = context[len(row["prompt_ids"]) :]
-                assert len([*takewhile(x.__eq__, behind)]) == tokens
-
-
-def test_a_function_that_fails_costs_its_row_alone(lab: wb.Workbench) -> None:
-    def fails(context: str) -> Any:
-        return 3
-
-    with pytest.raises(RolloutError, match=r"summary of environment Counting returned 3.*Context\.summary"):
-        rolled(lab, Counting, summary=fails)
-    with pytest.raises(BadInput, match=r"Context\.summary=.*it must take one text"):
-        wb.Context(max_tokens=640, summary=lambda: "nothing")
 
 
 def test_without_room_for_the_newest_turn_the_conversation_ends(lab: wb.Workbench) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import string
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.calculator import Calculator, sums
 from tests.cases import TINY, hosts_of, tiny_lab
 from workbench.engines.generation.transformers_engine import TransformersDecoding
 from workbench.errors import StageInterrupted
+from workbench.workers.conversation import Compaction
 from workbench.workers.worker import Context
 
 NAMES = ("prompt_ids", "response_ids", "response_mask", "environment_rewards", "turns", "ending")
@@ -194,36 +194,35 @@ def test_what_was_kept_is_let_go_when_the_weights_have_changed(
 
 
 def test_a_conversation_that_waits_for_its_summary_goes_on_there(
-    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Talks(Calculator):
         def step(self, response: str) -> tuple[str, float, bool]:
             return f" {len(response)} go on ", 0.5, False
 
-    def summary(context: str) -> str:
-        (tmp_path / f"asked {len(list(tmp_path.iterdir()))}").touch()
-        deadline_s = time.monotonic() + 1.5 * (not (tmp_path / "pressed").exists())
-        while time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        return f"[{len(context)}]"
-
     batch = lab.prompts.next(1)
-    context = wb.Context(max_tokens=100, turn_tokens=16, keep_turns=1, summary=summary)
+    context = wb.Context(max_tokens=100, turn_tokens=16, keep_turns=1, summary="Sum up.")
     options: dict[str, Any] = sums(environment=Talks, max_turns=12, max_new_tokens=300, context=context, seed=4)
-    progress = Context.advance
+    asked, pressed = list[list[int]](), list[bool]()
+    progress, question = Context.advance, Compaction.question
 
-    def pressed(self: Context, done: int, total: int, tokens: int) -> None:
-        if list(tmp_path.glob("asked *")) and not (tmp_path / "pressed").exists():
-            (tmp_path / "pressed").touch()
+    def asks(self: Compaction, *given: Any) -> list[int]:
+        asked.append(question(self, *given))
+        return asked[-1]
+
+    def press(self: Context, done: int, total: int, tokens: int) -> None:
+        if any(asked) and not pressed:
+            pressed.append(True)
             signal.raise_signal(signal.SIGINT)
         progress(self, done, total, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "advance", pressed)
+        patch.setattr(Compaction, "question", asks)
+        patch.setattr(Context, "advance", press)
         with pytest.raises(StageInterrupted):
             lab.actor.generate_sequences(batch, **options)
     ((), (half,)) = halves(lab)
-    assert half["held_ids"] and len(half["response_ids"]) == half["turn_ends"][-1]  # the answered turn is kept
+    assert half["held_ids"] and half["response_ids"][-len(asked[0]) :] == asked[0]  # the answered turn is kept
     made = lab.actor.generate_sequences(batch, **options)
     assert columns(made)[1][0][: len(half["response_ids"])] == half["response_ids"]
     whole = columns(made)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import pickle
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -127,14 +126,6 @@ def find(name: str) -> Record | None:
     return next((record for record in records() if record.name == name), None)
 
 
-def with_id(id: str) -> Record:
-    """Return the record of one opening. Raises `NotFound`."""
-    for record in records():
-        if record.id == id:
-            return record
-    raise NotFound(f"no workbench with the id {id!r}", "it was closed", "see `wb ls --json`")
-
-
 def get(name: str) -> Record:
     """Return the record of the workbench with that name. Raises `NotFound`."""
     record = find(name)
@@ -223,11 +214,10 @@ def journal_stamp(lab: str) -> journal_file.Stamp | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The kernel that drives a workbench. controller: the handle in that process. since_s: unix time."""
+    """The kernel that drives a workbench. controller: the handle in that process."""
 
     controller: str
     process: Process
-    since_s: float
 
     @property
     def lives(self) -> bool:
@@ -248,7 +238,7 @@ def driving(lab: str, waiting: Callable[[], None] = lambda: None) -> AbstractCon
 def own(lab: str, controller: str) -> None:
     """Record that this process's controller drives the workbench with this id."""
     with _unless_closed(lab):
-        owner = Owner(controller=controller, process=Process.current(), since_s=time.time())
+        owner = Owner(controller=controller, process=Process.current())
         files.write_json(_folder(lab) / "owner.json", asdict(owner))
 
 

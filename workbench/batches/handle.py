@@ -269,7 +269,8 @@ class BatchHandle(NamedAttributes):
     def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:
         """Return a pandas frame, one line per row; ragged columns as lists; `prompt_text`, `response_text` decoded.
 
-        With `response_mask` among the columns, ⟦ ⟧ enclose the text of an environment in a response.
+        columns: names; rows: row numbers; None: all. With `response_mask` among the columns, ⟦ ⟧ enclose the text of an
+        environment in a response.
         """
         table = self.fetch(columns, rows)
         out: dict[str, list[Any]] = {}

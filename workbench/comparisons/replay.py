@@ -1,4 +1,4 @@
-"""Repeat a run from its log: the same draws, and how far the metrics differ."""
+"""`wb.replay`: repeat a run from its log, and compare the metrics."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ OF_RUN = ("staleness", "pause_after")  # among the recorded settings of an algor
 def replay(
     run: Any, algorithm: Algorithm, *, iterations: PositiveInt | None = None, folder: str = "runs"
 ) -> pd.DataFrame:
-    """Make a run again from its log: as many iterations, each with the staleness, pauses and settings that it had then,
-    so that each draws the same prompts, answered by the same weights. In one process the metrics have the same bits; in
-    others they are the same within rounding. A frame with a row an iteration:
+    """Repeat a run from its log: `wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))`, on a workbench that
+    was opened with that run's settings and has not begun. Returns a frame with a row an iteration.
 
-    same_draws: whether it drew the same prompts from `lab.buffer`, answered by equally old weights. largest_difference,
-    of: of its metrics, relative to the larger value; 0 where all have the same bits. only_here, only_there: names of
-    metrics of one of the runs.
-    `frame.attrs["differs"]`: settings and data of the two openings that are not the same, as in `wb.diff`;
-    `"left_out"`: what was changed on the way and is not repeated, which is also printed: what was assigned something
-    else than a number or a text, stages that were put in or left out, edited code, placements. A change in the middle
-    of an iteration is named too: it is made before the next one, but for `once`, which is not.
+    Each iteration has the staleness, pauses and settings that it had in that run, so that it draws the same prompts,
+    and responses of the same weights. In one process the metrics are equal to the last bit, else within rounding.
 
-        lab = wb.open(...)  # as that run was opened
-        wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
+    run: a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. algorithm: created with the arguments of the
+    run's own. Later changes of its fields, its stages' arguments and `lab.actor.training` come from the log, and are
+    made between two iterations. iterations: how many to repeat; None: all. Stages that were called by hand are not
+    repeated.
 
-    run: a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. algorithm: of a workbench at its beginning,
-    made as the run's own was; what was changed later, its fields, arguments of its stages or `lab.actor.training`, is
-    taken from the log, between two iterations. iterations: only so many.
-    Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
-    its training settings were assigned, or the log has not its first iteration, or iterations of other algorithms, and
-    `NotFound` for no run.
+    Columns: same_draws: whether the iteration drew the same prompts and equally old responses from `lab.buffer`.
+    largest_difference, of: the largest relative difference of a metric, and that metric; 0: all are equal to the last
+    bit. only_here, only_there: metrics that only one of the runs has.
+    `frame.attrs["differs"]`: the settings and data in which the two openings differ, as in `wb.diff`. `"left_out"`
+    (also printed): changes that are not repeated: assigned values other than numbers and texts, inserted and removed
+    stages, edited code, placements. It also names changes in the middle of an iteration: they are made before the next
+    one, and those by `once` are not made.
+
+    Raises `BadInput` if the workbench has begun or its training settings were changed, or if the log lacks the first
+    iteration or has iterations of another algorithm; `NotFound` if there is no such run.
     """
     if not hasattr(algorithm, "lab"):
         raise BadInput(f"algorithm={shown(algorithm)}", "must be an algorithm", "wb.replay(run, wb.PPO(lab, ...))")
@@ -100,7 +100,7 @@ def replay(
             for part, name, value in changes:
                 if name != "staleness":
                     left_out.append(f"{_in_words(title, part, name, value)} in the middle of iteration {number}")
-                if part != "once":  # which was over then
+                if part != "once":  # `once` was for that iteration only
                     _made(algorithm, part, name, value)
     if left_out := list(dict.fromkeys(left_out)):
         print(f"not repeated exactly: {', '.join(left_out)}")
@@ -127,7 +127,7 @@ def _made(algorithm: Algorithm, part: str, name: str, value: Any) -> bool:
                 *path, last = name.split("/")
                 target = reduce(getattr, path, algorithm)
                 if not isinstance(getattr(target, last), str) and isinstance(value, str):
-                    return False  # it stands for something else
+                    return False  # the log has the name of a function, say
                 setattr(target, last, value)
             case "training" if value:
                 algorithm.lab.runner.live.retrain(name, value)

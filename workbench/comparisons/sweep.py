@@ -179,10 +179,11 @@ def sweep(
     seeds: 0, 1, ... of each arm; all arms run the first seed before any arm runs the second.
 
     Finished trials are kept in RUNS/sweeps/NAME.jsonl: the same call in a later kernel runs only the missing trials,
-    and seeds or arms can be added. A second kernel is refused while the first one lives. An unfinished trial goes on
-    from its newest checkpoint, if it has one: save_every makes its workbenches save automatically. A trial whose
-    settings or code have changed runs again; its code is train, and what train uses of the notebook by name: functions,
-    classes, numbers, texts and settings. Functions of modules, and lists, do not count.
+    and seeds or arms can be added. A second kernel is refused while the first one lives. A trial whose settings or code
+    have changed runs again; its code is train, with the functions, classes, numbers, texts and settings of the notebook
+    that train uses by name. Functions of modules, and lists, do not count.
+
+    save_every: iterations between a trial's automatic checkpoints; an unfinished trial continues from its newest one.
 
     early_stop: an arm gets no further seed once another arm is better, by a paired test over the seeds that both have:
     Student's t, with its 5 % divided among all pairs of arms and all looks (Bonferroni), so that the chance of a wrong
@@ -238,7 +239,7 @@ def _check(train: Callable[..., Any], arms: Mapping[str, Mapping[str, Any]]) -> 
             raise BadInput(
                 f"arm {arm!r}: {called}", str(error), "give arguments of train, which also takes seed"
             ) from None
-        except ValueError:  # a function that says no signature
+        except ValueError:  # a function without a readable signature
             pass
 
 

@@ -45,8 +45,7 @@ class Reply:
 
     prompt_ids: the prompt from messages of `reset`, which replaces the row's. limit: the limit that ends the
     conversation, although the environment has not ended it. again: the conversation must begin again, with a new
-    environment. failure: the error that ends the conversation. observed: `digest` of the observation. summary_ids: the
-    result of `Context.summary`'s function, if it was called.
+    environment. failure: the error that ends the conversation. observed: `digest` of the observation.
     """
 
     observation_ids: list[int] = field(default_factory=list)
@@ -57,7 +56,6 @@ class Reply:
     again: bool = False
     failure: RolloutError | None = None
     observed: str = ""
-    summary_ids: list[int] | None = None
 
 
 RULE = "its answers must follow from sample_seed and the turns"

@@ -64,7 +64,6 @@ RULES = {
     "reset": "it must return a text, messages or None",
     "step": "step must return (observation, reward, done): a text, messages or None; a finite number; True or False",
     "close": "",
-    "summary": "the function of Context.summary must return a text",
 }
 LOOK_S = 0.002  # the time between polls of several processes, while nothing is decoded
 
@@ -196,15 +195,6 @@ class Environments:
         call = _Call(method="step", last=turn.response_ids[-1])
         self._submit(row, call, user_functions.step, user_functions.checked_reply, text, more)
 
-    def summarize(self, row: int, function: Callable[..., Any], context_ids: Sequence[int]) -> None:
-        """Call a function that summarizes a context in the process of a row's environment; see `Context.summary`."""
-        if row not in self._of(row).made:
-            self._ready.append((row, Reply(again=True)))
-            return
-        text = self._tokenizer.decode(list(context_ids), skip_special_tokens=True)
-        call = _Call(method="summary")
-        self._submit(row, call, user_functions.summarize, user_functions.checked_summary, function, text)
-
     def arguments(self, turn: Turn) -> tuple[str, dict[str, Any]]:
         """Return the arguments of `step` for a turn: its text, and further values by parameter name."""
         ids = turn.response_ids
@@ -280,8 +270,6 @@ class Environments:
 
     def _reply(self, row: int, call: _Call, answer: Any) -> Reply:
         try:
-            if call.method == "summary":
-                return Reply(summary_ids=self._encode(answer))
             if call.method != "step":
                 first, asks = answer
                 (self._wants_messages.add if asks else self._wants_messages.discard)(row)

@@ -78,8 +78,9 @@ def run_python(
 ) -> Ran:
     """Run a Python program in a sandbox, and wait until it has ended.
 
-    memory_bytes: the limit of the program's memory, and also of its /tmp, and of its /dev/shm. threads: the most
-        threads at one time, over all its processes.
+    stdin: the text that it reads. timeout_s: wall-clock time. memory_bytes: the limit of the program's memory, and also
+        of its /tmp, and of its /dev/shm. threads: the most threads at one time, over all its processes. network: True
+        shares the machine's network; False: none.
     Raises `MissingDependency` if no sandbox works here.
     """
     check_sandbox()

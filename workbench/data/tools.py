@@ -1,19 +1,4 @@
-"""`wb.Tools`: an environment in which the model may call functions.
-
-    def add(a: int, b: int) -> int:
-        '''Add two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        '''
-        return a + b
-
-    lab.actor.generate_sequences(batch, environment=wb.Tools([add]), max_turns=4)
-
-The prompt shows the model the tools' JSON schemas. A turn with calls is answered by one message per call; a turn
-without calls is the answer, and ends the conversation.
-"""
+"""`wb.Tools`: an environment in which the model may call functions."""
 
 from __future__ import annotations
 
@@ -125,7 +110,10 @@ class Tool:
 
 
 class Tools:
-    """An environment that executes the model's tool calls, see the beginning of this file.
+    """An environment that executes the model's tool calls: `generate_sequences(environment=wb.Tools([add]))`.
+
+    The prompt shows the model the tools' JSON schemas. A turn with calls is answered by one message per call; a turn
+    without calls is the answer, and ends the conversation.
 
     tools: functions with types and docstrings, `async` or not, such as those of `wb.toolbox`. They run in the process
         of the environment, see `wb.limits`.

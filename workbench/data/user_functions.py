@@ -241,16 +241,6 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
     return observation, number, bool(over)
 
 
-def summarize(make: object, state: object, row: int, function: Callable[[str], Any], context: str) -> Any:
-    return function(context)
-
-
-def checked_summary(value: Any, *call: object) -> str:
-    if not is_text(value):
-        raise WrongValue(f"returned {shown(value)}")
-    return str(value)
-
-
 def close(make: object, state: dict[int, Any], row: int) -> Any:
     """Close the environment of a row, if it was made and has `close`."""
     method = getattr(state.get(row), "close", None)

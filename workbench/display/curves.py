@@ -220,6 +220,7 @@ def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
     elif chart.x == "iteration" and xs and max(xs) - min(xs) < 9:  # whole numbers alone
         across |= {"tick0": 0, "dtick": 1}
     up = {**common, "type": "log" if chart.log else "linear", "title": {"text": escape(chart.y), "standoff": 4}}
+    up["exponentformat"] = "e"  # 4e-8, not 40n
     if chart.unit == "bytes":
         up |= {"tickformat": "~s", "ticksuffix": "B"} | ({} if chart.log else {"rangemode": "tozero"})
     elif not (chart.log or any(y < 0 for curve in chart.curves for y in (*curve.y, *curve.low))):

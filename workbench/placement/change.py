@@ -276,12 +276,12 @@ class PlacementChange(Moves):
         """Return a table of each device's memory as html; the slots of a CPU machine share its memory, so the table
         also has their sum. moves: whether anything changes."""
         frame, room = self.memory().set_index("device"), self.capacity_bytes
-        frame.columns = ["before", "during the move", "after", "at most, computing"]
+        frame.columns = ["before", "during the move", "after", "peak"]
         if self.device != "cuda":
             frame.loc["this machine"] = frame.sum()
-        shown = frame if moves else frame[["after", "at most, computing"]].rename(columns={"after": "held"})
+        shown = frame if moves else frame[["after", "peak"]].rename(columns={"after": "held"})
         rows = [{"device": name, **row.map(bytes_text)} for name, row in shown.iterrows()]
         whose = "a device" if self.device == "cuda" else "the machine"
-        has = f"; {whose} has {bytes_text(room)}, {bytes_text(self.has_bytes or room)} of it for these" if room else ""
-        caption = f"memory, estimated: models and batches, without other memory of the processes{has}"
+        has = f"; {whose} has {bytes_text(room)}, {bytes_text(self.has_bytes or room)} of it for them" if room else ""
+        caption = f"estimated memory of models and batches{has}"
         return table(rows, caption=caption)

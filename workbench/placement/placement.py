@@ -133,7 +133,7 @@ class Placement:
 
     @classmethod
     def split(cls, devices: int = 2, layouts: Layouts | None = None) -> Placement:
-        """Place actor and reference on one half, other roles on the other half (NeMo-Aligner's placement)."""
+        """Place actor and reference on half of the devices, other roles on the others (NeMo-Aligner's placement)."""
         if devices < 2 or devices % 2:
             raise BadInput(
                 f"Placement.split(devices={devices})",

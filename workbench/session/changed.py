@@ -26,8 +26,8 @@ def changed(runner: StageRunner, last: PositiveInt | None = None) -> pd.DataFram
 
     since, version: optimizer steps before and after. elements: the size of the weight, or of its adapter. trained,
     visible: the shares of elements, 0 to 1, whose bits changed in float32, and after rounding to the role's dtype.
-    norm: of the change. Warns where less than 0.1 % is visible. A closed workbench, or a kernel that only looks, gives
-    the notes so far. Raises `BadInput` without an actor that workbench trains.
+    norm: of the change. Warns where less than 0.1 % is visible. A closed workbench, or a kernel that only looks, has
+    the notes so far. Raises `BadInput` without an actor whose worker derives from `ActorWorker`.
     """
     actor = runner.groups.by_role.get("actor")
     if actor is None or "watch_weights" not in actor.operations:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.support.validation import PositiveInt, Whole, settings
-
-
-def _check_summary(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        inspect.signature(function).bind("text")
-    except TypeError as error:
-        raise BadInput(
-            f"Context.summary={shown(function)}: {error}",
-            "it must take one text: what the policy has read",
-            "def summary(context): return context[-200:]",
-        ) from None
-    except ValueError:  # the function has no signature
-        pass
-    return function
-
-
-Summarizes = Annotated[Callable[..., Any], AfterValidator(_check_summary)]
 
 
 @settings()
@@ -45,9 +26,7 @@ class Context:
     summary: a request to the policy before a new context begins, for example "Summarize what you know so far.": its
         answer comes after the prompt, instead of the turns that are left out. The answer may have turn_tokens, in
         addition to max_tokens. It is a turn of the policy without a reward, in the columns and in training, and does
-        not count in max_turns. Or your own function that summarizes: it gets the text that the policy has read, without
-        special tokens, and returns a text, whose first turn_tokens tokens come after the prompt, outside the mask. It
-        may be `async`, and runs in the environment's process, under its limits. None: no summary.
+        not count in max_turns. None: no summary.
 
     In training, each context is a separate sequence, see `context_starts`: a token is trained in the context in which
     it was sampled, and tokens that a later context repeats are outside the mask there. `max_new_tokens` does not count
@@ -57,7 +36,7 @@ class Context:
     max_tokens: Annotated[Whole, Field(ge=2)]
     turn_tokens: PositiveInt = 64
     keep_turns: PositiveInt = 2
-    summary: Annotated[str, Field(min_length=1)] | Summarizes | None = None
+    summary: Annotated[str, Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if self.turn_tokens >= self.max_tokens:

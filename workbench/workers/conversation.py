@@ -26,7 +26,6 @@ class Compaction:
 
     def __init__(self, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
         self._context, self._tokenizer = context, tokenizer
-        self.function = context.summary if callable(context.summary) else None  # the user's, instead of the policy
         self.summary_room = context.turn_tokens
 
     def room(self, context_tokens: int) -> int:
@@ -46,7 +45,7 @@ class Compaction:
 
     def question(self, conversation: Conversation, max_model_tokens: int) -> list[int]:
         """Return the tokens that ask the policy for a summary; empty if it is not asked, or has no room for one."""
-        if not isinstance(self._context.summary, str):
+        if self._context.summary is None:
             return []
         asked = self._written(self._context.summary, conversation.response_ids[-1])
         room = max_model_tokens - len(conversation.context_ids) - len(asked)
@@ -56,7 +55,6 @@ class Compaction:
         """Return the tokens of the next context, up to the policy's turn; None if not even the newest turn fits."""
         most = self._context.max_tokens - self._context.turn_tokens
         head = [*conversation.prompt_ids, *conversation.response_ids[: conversation.turn_starts[0]]]
-        summary_ids = summary_ids[: self.summary_room]  # a function's may be longer
         if summary_ids:
             end = turn_end(self._tokenizer)
             head += summary_ids if summary_ids[-1] == end else [*summary_ids, end]
@@ -89,7 +87,7 @@ class Conversation:
     prompt_ids: the row's, until the environment's messages replace them. context_starts: the tokens at which contexts
     after the first begin, see `Context`. exchanges: the newest turns with their answers, as many as a context may begin
     with. repeated: how many tokens later contexts repeat from earlier ones. held_ids: an answer to show once the
-    policy, or a function, has summarized. summaries: the numbers of the turns that are summaries. observed: a record of
+    policy has summarized. summaries: the numbers of the turns that are summaries. observed: a record of
     each environment answer, see `Reply`; the first is of its start. resumes: continue where the conversation stopped,
     with a new environment that is told the turns so far.
     failure: the environment's error, if it ended the conversation. components: of an agent's reward, by name.
@@ -298,8 +296,6 @@ class _Turns:
             return
         if reply.failure is not None:
             conversation.fail(reply.failure)
-        elif reply.summary_ids is not None:
-            self._begin_context(i, reply.summary_ids)
         elif conversation.resumes:
             self._resume(i)
         else:
@@ -329,9 +325,6 @@ class _Turns:
             compaction.remember(conversation, answer_ids)
             if compaction.is_due(conversation, answer_ids):
                 conversation.held_ids = answer_ids
-                if compaction.function is not None:
-                    self._summarize(i, compaction.function)
-                    return
                 question = compaction.question(conversation, self._max_model_tokens)
                 room = min(compaction.summary_room, self._new_tokens_left(conversation) - len(question))
                 if question and room > 0:
@@ -345,11 +338,6 @@ class _Turns:
             return
         conversation.add_observation(answer_ids)
         self._go_on(i, self._room(conversation))
-
-    def _summarize(self, i: int, function: Callable[..., Any]) -> None:
-        """Let a function summarize what the policy read; the next context begins when the summary arrives."""
-        if self._is_mine(i):
-            self._environments.summarize(i - self._first, function, self._conversations[i].context_ids)
 
     def _begin_context(self, i: int, summary_ids: Sequence[int] = ()) -> None:
         """Begin the next context of a conversation, and let the policy continue there; end it if there is no room."""
@@ -385,8 +373,6 @@ class _Turns:
         conversation.resumes = False
         if conversation.held_ids is None or self._compaction is None:
             self._go_on(i, self._room(conversation))
-        elif self._compaction.function is not None:
-            self._summarize(i, self._compaction.function)
         else:
             self._go_on(i, min(self._compaction.summary_room, self._new_tokens_left(conversation)))
 

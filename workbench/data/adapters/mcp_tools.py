@@ -50,16 +50,12 @@ class Server:
 
 
 @checked_call("wb.adapters.mcp_tools")
-def mcp_tools(
-    command: Sequence[str], *, environment: Mapping[str, str] | None = None, only: Sequence[str] | None = None
-) -> list[Tool]:
+def mcp_tools(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> list[Tool]:
     """Return the tools of an MCP server, for `wb.Tools`.
 
     command: starts the server. environment: variables that the server gets besides the usual ones (PATH, HOME and the
-    like). only: the names of the wanted tools; None: all tools. The server checks the arguments of calls; the model is
-    told about errors that the server reports.
-    Raises `MissingDependency` without the package mcp, `BadInput` for a server that does not start, or lacks a wanted
-    tool.
+    like). The server checks the arguments of calls; the model is told about errors that the server reports.
+    Raises `MissingDependency` without the package mcp, `BadInput` for a server that does not start.
     """
     if not command:
         raise BadInput("command=[]", "must be the command that starts the server", "write ['python', 'server.py']")
@@ -79,8 +75,6 @@ def mcp_tools(
             f"did not list its tools: {plain_text(_first(error), 200)}",
             "start it in a shell, and read what it prints",
         ) from error
-    if missing := [name for name in only or () if name not in found]:
-        raise BadInput(f"only={missing}", f"the server has {', '.join(found) or 'no tools'}", "name some of these")
     return [
         Tool(
             {
@@ -91,7 +85,6 @@ def mcp_tools(
             prepare=functools.partial(_connected, server),
         )
         for name, tool in found.items()
-        if only is None or name in only
     ]
 
 

@@ -41,7 +41,9 @@ def limits(*, memory_bytes: int | None = None, own_process: bool = True) -> Call
         @wb.limits(memory_bytes=4 * 2**30)
         def reward(prompt, response, **row): ...
 
-    Raises `BadInput` for impossible values. The fields: see `Limits`.
+    memory_bytes: of the process, and of each one that it starts; at least 64 MiB. None: a quarter of the machine's
+    memory, 2 to 32 GiB. own_process: False: run the function in its host, for what cannot be sent to another process,
+    such as a live model; then no limit applies, and a call that hangs cannot be ended. Raises `BadInput`.
     """
     values = {"memory_bytes": memory_bytes, "own_process": own_process}
     Limits(**values)  # type: ignore[arg-type]

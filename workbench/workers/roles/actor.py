@@ -300,7 +300,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
         both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
         epochs: passes over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
-        aggregation: how token losses become one number.
+        aggregation: how token losses become one number: "token-mean", "sequence-mean-token-mean",
+            "sequence-mean-token-sum", or "fixed-length", the sum divided by rows times max_response_tokens; see
+            `workbench.objectives.aggregation`. max_response_tokens: only for "fixed-length".
         entropy_coefficient: entropy bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its
         form: see `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for

@@ -111,7 +111,7 @@ class CriticWorker(TrainedWorker):
         loss: a function in place of the squared error, as in `update_actor(loss=)`: its parameters name `values` (with
         gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
         clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
-        aggregation: how token losses become one number, see `workbench.objectives.aggregation`.
+        epochs, aggregation, max_response_tokens: as in `update_actor`.
         """
         old, returns = (batch.ragged(name) for name in self.columns)
         mask, of_values, of_returns = batch.valid_mask, *(f"{name}/" for name in self.columns)
