@@ -17,7 +17,9 @@ from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
-from workbench.models.lora import LoRA, add_lora, without_adapter, write_adapter
+from workbench.models.lora import LoRA, add_lora, linear_layers, without_adapter, write_adapter
+from workbench.placement.role_model import RoleModel
+from workbench.settings.training import Training
 
 peft: Any = pytest.importorskip("peft")
 LENGTHS = (9, 4, 13)
@@ -149,14 +151,22 @@ def test_targets_that_are_not_there(target: str) -> None:
         add_lora(load_causal_lm("tiny-llama"), LoRA(targets=("q_proj", target)), 0)
 
 
-def test_layers_that_peft_refuses_are_no_targets() -> None:
-    from transformers import FalconH1Config, FalconH1ForCausalLM
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of peft, for GPT-2
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen2_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "c_attn")])
+def test_what_is_saved_and_moved_of_an_adapter_are_its_weights(family: str, targets: tuple[str, ...] | None) -> None:
+    """Routers are no linear layers, Mamba's `out_proj` is one that peft refuses, and GPT-2's have [in, out] weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = FalconH1Config(
-        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    config = AutoConfig.for_model(
+        family, vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, pad_token_id=0,
     )  # fmt: skip
-    model = FalconH1ForCausalLM(config)
-    add_lora(model, LoRA(rank=2), 0)
-    adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name}
-    assert adapted >= {"in_proj", "o_proj", "q_proj"} and "out_proj" not in adapted
+    model = AutoModelForCausalLM.from_config(config)
+    there = {name.rpartition(".")[2] for name in linear_layers(model)}
+    assert there.isdisjoint({"gate", "lm_head", "out_proj"})
+    lora = LoRA(rank=2, targets=targets and tuple(there.intersection(targets)))
+    add_lora(model, lora, 0)
+    role = RoleModel(config=config, head="lm", dtype="float32", training=Training(), trained=True, adapter=lora)
+    made = {n.replace(".default", ""): p.shape for n, p in model.named_parameters() if ".lora_" in n}
+    assert {weight.name: weight.shape for weight in role.adapter_weights} == made

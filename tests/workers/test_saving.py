@@ -37,14 +37,14 @@ def test_where_the_first_rank_cannot_write_all_ranks_raise_and_go_on(tmp_path: P
 
 def test_router_biases_are_saved(tmp_path: Path) -> None:
     """They are no parameters: GLM-4.5 and DeepSeek-V3 keep them in buffers."""
-    from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Glm4MoeConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=264, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
         first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
-    model = Glm4MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(bias).copy_(torch.arange(4.0))
     model.save_pretrained(tmp_path / "model")

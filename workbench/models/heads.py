@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
+from workbench.models.file_weights import read_tensors
 from workbench.models.loading import SAVED_HEADS, load_backbone
 from workbench.models.logits import ChosenLogProbs, ScalarHead, TokenSets, compute_in_float32
 from workbench.models.packing import Pack, run_packed, tried_once, use_packing
@@ -347,16 +348,7 @@ def load_token_values(
 
 def saved_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
     """Return (weight, bias or None) of the scalar head in a folder of weights; None without a scalar head."""
-    from safetensors import safe_open
-
-    found: dict[str, Tensor] = {}
-    wanted = {f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in wanted.intersection(tensors.keys())}
-    for file in sorted(folder.glob("pytorch_model*.bin")):
-        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        found |= {name: tensors[name] for name in wanted.intersection(tensors)}
+    found = read_tensors(folder, {f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")})
     head = next((head for head in SAVED_HEADS if f"{head}.weight" in found), None)
     return None if head is None else (found[f"{head}.weight"], found.get(f"{head}.bias"))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
+from workbench.models.file_weights import FileWeights
 from workbench.models.resolve import config_file, quiet_transformers, resolve
 from workbench.support.files import new_folder
 from workbench.telemetry import span
@@ -230,9 +231,11 @@ def write_model(
     folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool, card: str = "",
     shard_gb: float = SHARD_GB,
 ) -> None:  # fmt: skip
-    """Write weights by transformers' names, with configuration and tokenizer of the model `name`, to `folder`, which
-    appears atomically. card: a model card in Markdown, "" for none. shard_gb: the size of a safetensors file, in 1e9
-    bytes; larger models get several files with an index, and a larger weight gets a file of its own.
+    """Write weights, given by transformers' names, with configuration and tokenizer of the model `name`, to `folder`,
+    which appears atomically. The files have the names that are usual for the family, such as one for each expert.
+
+    card: a model card in Markdown, "" for none. shard_gb: the size of a safetensors file, in 1e9 bytes; larger models
+    get several files with an index, and a larger weight gets a file of its own.
 
     The files of `UNCHANGED` are copied byte for byte; config.json differs in the dtype, and in the entries for a scalar
     head.
@@ -256,7 +259,11 @@ def write_model(
         if scalar_head:
             config.update(_of_one_score(origin), score_bias=float(weights["score.bias"]))
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_torch_state_dict(dict(weights), part, max_shard_size=max(1, int(shard_gb * 1e9)))
+        written = FileWeights(load_config(origin)).of(weights)
+        for key, tensor in written.items():
+            if tensor.nbytes < tensor.untyped_storage().nbytes():  # files cannot hold views of one tensor
+                written[key] = tensor.clone()
+        save_torch_state_dict(written, part, max_shard_size=max(1, int(shard_gb * 1e9)))
         if card:
             (part / CARD).write_text(card)
 

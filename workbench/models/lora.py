@@ -37,8 +37,8 @@ class LoRA:
     """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
 
     rank: the rank of each weight's change. alpha: the change is scaled by alpha / rank. targets: the last parts of the
-    names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all but the output head, and
-    in families with Mamba layers but out_proj.
+    names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all except the output
+    head and, in Mamba families, out_proj.
     """
 
     rank: PositiveInt = 16
@@ -57,7 +57,7 @@ def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     """
     from peft import LoraConfig
 
-    there = _linear_layers(model)
+    there = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
     targets = there if lora.targets is None else lora.targets
     if unknown := sorted(set(targets) - set(there)):
         raise BadInput(
@@ -123,11 +123,15 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrained
         save_file(dict(weights), part / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the last parts of the names of all linear layers but the output head."""
+def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return name -> (outputs, inputs) of the linear layers that may get an adapter: all but the output head, and but
+    those that peft refuses."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    found = (n for n, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head)
-    barred = {"out_proj"} if model.config.model_type in OF_MAMBA else set()
-    return tuple(sorted({name.rpartition(".")[2] for name in found} - barred))
+    head, found = model.get_output_embeddings(), dict[str, tuple[int, int]]()
+    for name, part in model.named_modules():
+        refused = model.config.model_type in OF_MAMBA and name.endswith("out_proj")
+        if isinstance(part, nn.Linear | Conv1D) and part is not head and not refused:
+            shape = part.weight.shape[::-1] if isinstance(part, Conv1D) else part.weight.shape
+            found[name] = (shape[0], shape[1])
+    return found

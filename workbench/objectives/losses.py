@@ -266,7 +266,7 @@ class ClipCov:
 
 CovarianceLoss = KLCov | ClipCov
 CLIP = 1.0  # the default clip of ClipCov
-SAME = 1e-5  # nats: log-probabilities this near are one number, rounded in two ways
+SAME = 1e-5  # nats: in float32, log-probabilities this near are one number, rounded in two ways
 
 
 def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:

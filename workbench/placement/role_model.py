@@ -145,16 +145,32 @@ class RoleModel:
     def adapter_weights(self) -> ModelWeights:
         """The adapter's weights: A [rank, in] and B [out, rank] for each weight [out, in] that it changes."""
         found: list[Weight] = []
-        for weight in self.weights if self.adapter is not None else ():
-            module, _, kind = weight.name.rpartition(".")
-            name = module.rpartition(".")[2]
-            linear = kind == "weight" and len(weight.shape) == 2 and name not in TABLES
-            if linear and (self.adapter.targets is None or name in self.adapter.targets):  # type: ignore[union-attr]
-                rank, (out, into) = self.adapter.rank, weight.shape  # type: ignore[union-attr]
-                for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
-                    found.append(Weight(name=f"{module}.lora_{letter}.weight", shape=shape, item_bytes=4,
-                                        layers=weight.layers))  # fmt: skip
+        if self.adapter is not None:
+            rank, targets, layers = self.adapter.rank, self.adapter.targets, self._linear_layers()
+            for weight in self.weights:
+                module, _, kind = weight.name.rpartition(".")
+                if kind == "weight" and module in layers and (targets is None or module.rpartition(".")[2] in targets):
+                    out, into = layers[module]
+                    for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
+                        found.append(Weight(name=f"{module}.lora_{letter}.weight", shape=shape, item_bytes=4,
+                                            layers=weight.layers))  # fmt: skip
         return ModelWeights(tuple(found), self.weights.layers)
+
+    def _linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return name -> (outputs, inputs)."""
+        from workbench.models.dense_config import DenseConfig
+
+        if isinstance(self.config, DenseConfig):
+            shapes = self.config.shapes(lm_head=False).items()
+            weights = ((name.removesuffix(".weight"), shape) for name, shape in shapes if len(shape) == 2)
+            return {name: (out, into) for name, (out, into) in weights if name.rpartition(".")[2] not in TABLES}
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from workbench.models.lora import linear_layers
+
+        with torch.device("meta"):
+            return linear_layers(AutoModelForCausalLM.from_config(self.config))
 
     @property
     def adapter_bytes(self) -> int:

@@ -86,7 +86,7 @@ def _check_batching(config: Any) -> None:
             "rows join and leave a batch with their keys and values, but layers of this model keep another state",
             "use Generation(engine='vllm')",
         )
-    takes = inspect.signature(family.forward).parameters if isinstance(family, type) else ("position_ids",)
+    takes = inspect.signature(family.forward).parameters if family else ("position_ids",)
     if "position_ids" not in takes and config.model_type not in ("bloom", "mpt"):  # these bias attention by distances
         raise BadInput(
             f"a model of type {config.model_type} with Generation(engine='transformers')",

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +45,7 @@ from workbench.engines.generation.vllm_start import (
 )
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import BadInput, StageError
+from workbench.models.file_weights import FileWeights
 from workbench.models.loading import load_config
 from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
@@ -274,7 +276,7 @@ class VllmEngine(GenerationEngine):
             self._engine: Any = start_engine(
                 Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes, lora=self._lora
             )
-        self._dtype = dtype
+        self._dtype, self._folder = dtype, Path(model_path)
         self._copies: WeightCopies | None = None
         self._may_copy = (
             self._lora is None
@@ -313,6 +315,12 @@ class VllmEngine(GenerationEngine):
         entries = outputs[-1].prompt_logprobs[1:]  # an entry may also hold the likeliest token
         return torch.tensor([entry[token].logprob for token, entry in zip(token_ids[1:], entries, strict=True)])
 
+    @cached_property
+    def _file_weights(self) -> FileWeights:
+        made = FileWeights(load_config(self._folder))
+        made.add_constants(self._folder)
+        return made
+
     @torch.no_grad()
     def update_weights(
         self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
@@ -323,7 +331,8 @@ class VllmEngine(GenerationEngine):
             nonlocal taken
             for name, weight in named_weights:
                 taken += weight.numel() * self._dtype.itemsize
-                yield name, weight.detach()
+                part = {name: weight.detach()}
+                yield from (part if self._lora else self._file_weights.of(part)).items()
 
         self.weights_version = -1  # until every weight is there
         self._wake("weights")
@@ -346,6 +355,7 @@ class VllmEngine(GenerationEngine):
         shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
         given, logger = list[str](), logging.getLogger("vllm.model_executor.model_loader.reload")
         level = logger.level
+        self._may_copy &= not self._file_weights.converts  # copies go by transformers' names
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights:
@@ -373,7 +383,8 @@ class VllmEngine(GenerationEngine):
                 self._copies = copies
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        with _experts_packed_again() if self._on_cpu else nullcontext():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     @property
     def _runner(self) -> Any:
@@ -456,6 +467,21 @@ class VllmEngine(GenerationEngine):
             computing_threads(self._threads), exact_products(self._exact),
         ):  # fmt: skip
             yield
+
+
+@contextmanager
+def _experts_packed_again() -> Iterator[None]:
+    """On a CPU vLLM packs experts only where they have no kernel yet, which after a reload they have."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    prepare = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def prepare_anew(method: Any, layer: nn.Module) -> None:
+        method.moe_kernel = None
+        prepare(method, layer)
+
+    with replaced(UnquantizedFusedMoEMethod, prepare.__name__, prepare_anew):
+        yield
 
 
 def _refresh_tied_head(model: nn.Module) -> None:

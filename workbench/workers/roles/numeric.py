@@ -165,7 +165,7 @@ class NumericWorker(Worker):
         tokens], or (advantages, returns). Its parameters name `rewards` [rows], `token_rewards` (after the penalties),
         `mask` (bool), `group` (of a prompt) and any column; per-token numbers are [rows, tokens], 0 outside the mask.
         It does not get rows that are not `valid`. If it takes neither `rewards` nor `token_rewards`, the batch needs no
-        rewards.
+        rewards; the column `token_rewards` is then 0 without penalties, and `returns` too unless it returns them.
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO): a number; "random": 1, 2, 3, 5 or 10, drawn; "perplexity": as long as each token is likelier
