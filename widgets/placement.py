@@ -50,11 +50,11 @@ def offers(lab: Any) -> list[Offer]:
             found.append(_predicted(lab, Offer(name, placement)))
     for staleness, names in SUGGESTED.items():
         try:
-            quickest = lab.suggest(devices=devices, top=len(names), staleness=staleness)
+            fastest = lab.suggest(devices=devices, top=len(names), staleness=staleness)
         except WorkbenchError:
             continue
         # by the same simulation as the others: calls of different pools overlap, which the search ignores
-        suggested = [_predicted(lab, Offer("", plan.placement), staleness) for plan in quickest]
+        suggested = [_predicted(lab, Offer("", plan.placement), staleness) for plan in fastest]
         suggested.sort(key=lambda offer: offer.predicted_s or 0.0)
         found += [replace(offer, name=name) for name, offer in zip(names, suggested, strict=False)]
     return found

@@ -18,7 +18,7 @@ EVERY_S, FIRST_S = 0.15, 2.0  # how often a map is drawn while it is refined; wh
 
 class WhatIf(ipywidgets.VBox):
     """The best plan at the sliders' point, and the map through that point over two of their axes. A thread searches,
-    the quickest answers first; after a change a new search replaces it."""
+    the fastest answers first; after a change a new search replaces it."""
 
     def __init__(self, grid: PlacementMap, across: str, up: str) -> None:
         self.grid = grid

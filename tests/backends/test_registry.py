@@ -153,6 +153,14 @@ def test_a_record_that_is_refused_is_told_once(tmp_path: Path) -> None:
         assert not found()
 
 
+def test_an_owner_that_another_version_recorded_is_known() -> None:
+    record = opened(describe())
+    registry.own(record.id, "c1")
+    file = record.folder / "owner.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "since_s": 1.0}))
+    assert registry.owner(record.id) == registry.Owner(controller="c1", process=Process.current())
+
+
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
     file = record.folder / "lab.json"

@@ -64,6 +64,24 @@ def test_a_button_that_is_drawn_again_while_it_is_pressed(page: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_press_that_is_no_click_makes_none_when_the_button_is_drawn_again(page: Any) -> None:
+    button = page.locator("button")
+    button.hover()
+    page.mouse.down(button="right")
+    draw_again(page, "<p>a stage has ended</p>")
+    page.mouse.up(button="right")
+    button.hover()
+    page.mouse.down()
+    page.mouse.move(600, 500)  # the press ends outside of the panel
+    page.mouse.up()
+    draw_again(page, "<p>another stage has ended</p>")
+    page.mouse.down()
+    button.hover()
+    page.mouse.up()
+    assert page.evaluate("sent") == [["iterations", "5"]]
+
+
+@pytest.mark.slow
 def test_a_field_that_is_greyed_and_drawn_again(page: Any) -> None:
     page.evaluate("enable(area, 'a cell is running', '')")
     two_frames(page)  # after a frame what is disabled has no focus

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,37 @@ def test_only_the_newest_conversations_keep_a_process(lab: wb.Workbench, monkeyp
         assert own.is_running()
         lab.conversation("1+1=", sampling=sampling(), seed=seed)
     assert not own.is_running()
+    assert lab.decode(chat.step().answer_ids) == "<2>"
+
+
+def test_a_conversation_that_waits_for_an_answer_is_not_closed(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.conversations.MOST_OPEN", 1)
+    asked, free, closed = threading.Event(), threading.Event(), threading.Event()
+
+    @wb.limits(own_process=False)
+    class Slow(Counting):
+        def step(self, response: str) -> tuple[str, float, bool]:
+            asked.set()
+            free.wait()
+            return super().step(response)
+
+        def close(self) -> None:
+            closed.set()
+
+    chat = lab.conversation("1+1=", environment=Slow, sampling=sampling(), seed=3)
+    with ThreadPoolExecutor() as threads:
+        turn = threads.submit(chat.step)
+        try:
+            asked.wait()
+            lab.conversation("1+1=", sampling=sampling())
+            assert not closed.is_set()
+        finally:
+            free.set()
+        assert lab.decode(turn.result().answer_ids) == "<1>"
+    lab.conversation("1+1=", sampling=sampling())
+    assert closed.is_set()
     assert lab.decode(chat.step().answer_ids) == "<2>"
 
 
@@ -312,7 +345,7 @@ def test_an_environment_that_answers_otherwise_is_found(lab: wb.Workbench) -> No
     chat = lab.conversation("1+1=", environment=Moody, sampling=sampling(), seed=1)
     chat.step()
     chat.step()
-    with expect_error(RolloutError, value="gave another answer to turn 0"):
+    with expect_error(RolloutError, value="gave another answer to turn 0", rule="older than the newest eight, replays"):
         chat.edit(1, "3=")
     assert len(chat.path) == 2
     # a fork behind the last turn, where the first environment still is: those of the hosts find it

@@ -176,7 +176,9 @@ def test_what_the_template_leaves_out_is_told_and_roles_that_it_does_not_know_ar
         "tools": [{"type": "function", "function": {"name": "add"}}],
     }
     assert "the chat template leaves out 'function_call', 'tools'" in repr(examples([row], "demonstrations"))
-    assert "1 whose 'tools' are not JSON schemas" in repr(examples([{**row, "tools": "[{"}], "demonstrations"))
+    for count, rows in ((1, "in 1 row"), (2, "in 2 rows")):
+        told = repr(examples([{**row, "tools": "[{"}] * count, "demonstrations"))
+        assert f"{rows} 'tools' is left out, because it holds no JSON schemas" in told
     kinds: list[tuple[str, Kind]] = [("human", "demonstrations"), ("robot", "feedback")]
     for role, kind in kinds:
         strange = {"messages": [{**USER, "role": role}, USER, said("b")], "label": True}

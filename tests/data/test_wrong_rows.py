@@ -40,6 +40,11 @@ def test_a_data_set_makes_no_column_of_stages(tokenizer: Any, subtests: pytest.S
                 Prompts(rows, tokenizer=tokenizer)
 
 
+def test_a_column_that_another_hides_is_refused() -> None:
+    with expect_error(BadInput, value=r"row 0 of a list has columns .*1, '1'\]", rule="unique texts"):
+        read_rows([{"prompt": "2 + 3", 1: "a", "1": "b"}])
+
+
 def test_truth_values_are_no_texts(tokenizer: Any, subtests: pytest.Subtests) -> None:
     makers: list[Any] = [Prompts, lambda rows, **options: Examples(rows, "pairs", **options)]
     rows = [{"prompt": "a", "chosen": "x", "rejected": "y"}]

@@ -98,6 +98,7 @@ SHOWN: dict[str, tuple[list[str], str]] = {
     "environment": (["%env WORKBENCH_TEST=7\nimport os\nprint(os.environ['WORKBENCH_TEST'])"], "7"),
     "a timed cell": (["%%time\nprint(2)"], "2"),
     "a timed line": (["%time print(3)"], "3"),
+    "a captured cell beside a star import": (["from math import *", "%%capture\nfloor(3)", "print(9)"], "9"),
     "help and display": (["import os\nos?\n?os.path", "display(os)\nprint(6)", "os.environ"], "6"),
     "a display in a function": (
         ["from IPython.display import display", "def f(x):\n    display(x)\n    return x + 1", "print(f(6))"], "7",
@@ -150,6 +151,8 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "input": (["name = input('who? ')", "print(name)"], "cell 1: input('who? ')", "parameter"),
     "a deleted cell": (["print(model)"], "cell 1 needs 'model'", "was deleted"),
     "what a cell captured": (["%%capture said\nprint(1)", "print(said)"], "cell 2 needs 'said'", "cell 1"),
+    "what a cell captured beside a star import": (["from math import *", "%%capture --no-stderr said\nprint(1)",
+        "print(said)"], "cell 3 needs 'said'", "cell 2"),
     "a name made further down": (["print(model)", "model = 3"], "cell 1 needs 'model'", "further down"),
     "what was shown last": (["1 + 1", "print(_)"], "cell 2 needs '_'", "name"),
     "In and Out": (["1 + 1", "print(Out[1])"], "cell 2 needs 'Out'", "name"),

@@ -358,10 +358,17 @@ ppo.run(2)
 for _ in range(2):
     ppo.step()  # prompts, generate_sequences"""
     )
-    for stage, arguments, said in (("update_critic", "", "update_critic had taken"), ("", ", staleness=1", "ahead")):
-        call.stages, call.arguments = ("prompts", "compute_advantages"), arguments
-        _, (lacks,) = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call], [((1, 0), stage)]))
-        assert said in lacks
+    # stages made of the third iteration; calls of `update_critic`; arguments; what is said
+    cases: list[tuple[tuple[str, ...], int, str, list[str]]] = [
+        (("prompts", "compute_advantages"), 3, "", ["the optimizer steps that update_critic had taken"]),
+        (("demonstrations",), 3, "", ["the optimizer steps that update_critic had taken"]),
+        (("demonstrations", "set_aside"), 2, "", []),  # it had not come to the update
+        (("prompts", "generate_sequences"), 2, ", staleness=1", ["generated ahead"]),
+    ]
+    for stages, updates, arguments, said in cases:
+        call.stages, call.arguments = stages, arguments
+        _, lacks = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call], [((1, 0), "update_critic")] * updates))
+        assert len(lacks) == len(said) and all(part in one for part, one in zip(said, lacks, strict=True))
     call.finished_later = True
     found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
     assert found == "# interrupted: this is what it did; the next run finishes its last iteration\nppo.run(2)"

@@ -35,6 +35,7 @@ NEXT = "batch = lab.prompts.next(n)"
 GENERATE = "batch = lab.actor.generate_sequences(batch, max_new_tokens=3)"
 SCORE = "batch = lab.actor.compute_log_prob(batch)"
 CLOSE = "lab.close()"
+HUSHED, AFTER = "%%capture\nk = 5\nj = k / 0", "after = k\nj = 7"
 QUIET = "%%capture said\nm = 4\nlab.report('note', {'x': 1 / 0})"
 IN_KERNEL = """from workbench.export.recorded import read_record
 (text,) = [run.text() for run in read_record([lab.run_folder]).runs if run.id == "gone"]
@@ -103,10 +104,12 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     counts = {"p": kernel.run("p", "n = 2")}
     kernel.run("typo", "m = n +", fails=True)
     kernel.run("wrong", "import workbench as wb\nm = 3\nwb.open(lr=1e-5)", fails=True)
+    hushed = kernel.run("hushed", HUSHED)  # which shows its error, and does not fail
+    after = kernel.run("after", AFTER)
     counts |= {id: kernel.run(id, text) for id, text in [("open", OPEN), ("next", NEXT)]}
     counts["gone"] = kernel.run("gone", "lab.report('note', {'x': 1.0})")
     kernel.run("", IN_KERNEL, recorded=False)
-    quiet = kernel.run("quiet", QUIET)  # which shows its error, and does not fail
+    quiet = kernel.run("quiet", QUIET)
     for _ in range(2):
         counts["generate"] = kernel.run("generate", GENERATE.replace("3", "2"))
         counts["next"] = kernel.run("next", NEXT)
@@ -125,6 +128,8 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
             ("close", CLOSE, counts["close"]),
             ("new", "lab.name", None),
             ("quiet", QUIET, quiet),
+            ("hushed", HUSHED, hushed),
+            ("after", AFTER, after),
         ],
     )
     with expect_error(BadInput, value="cell 3 .*needs 'batch'", rule="further down", remedy="--as-run"):
@@ -143,6 +148,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     assert "lab.report(" in script.text  # its cell has left the page
     assert "lr=" not in script.text
     assert "    m = 4\n" in script.text and "1 / 0" not in script.text
+    assert "    k = 5\n\n    after = k\n    j = 7\n" in script.text and "k / 0" not in script.text
     assert "n +" not in script.text
     assert script.text == (tmp_path / "script.py").read_text()
     assert [line for line in script.told if "2 lines, 2 times" in line]

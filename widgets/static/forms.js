@@ -1,5 +1,10 @@
 // Controls that are plain html: what they ask for goes to the kernel, and replacing them keeps focus and place.
 
+let pressed = null; // by the mouse: a browser tells no click of a button that was drawn again while it was pressed
+document.addEventListener("pointerdown", ({ target, button, pointerType }) => {
+  pressed = button === 0 && pointerType === "mouse" ? target.closest("button[data-act]") : null;
+}, true);
+
 // Send what a control asks for. `send(act, given)`.
 export function listen(root, send) {
   const given = (control) => JSON.parse(control.dataset.given || "{}");
@@ -13,11 +18,10 @@ export function listen(root, send) {
     delete field.dataset.typed; // its answer shows what holds
     send(control.dataset.act, { ...given(control), value: field.value });
   });
-  let pressed = null; // a browser tells no click of a button that was drawn again while it was pressed
-  root.addEventListener("pointerdown", ({ target }) => { pressed = target.closest("button[data-act]"); });
   root.addEventListener("pointerup", ({ target }) => {
-    const now = target.closest("button[data-act]");
-    if (now && pressed && !pressed.isConnected && keyOf(now) === keyOf(pressed)) now.click();
+    const [was, now] = [pressed, target.closest("button[data-act]")];
+    pressed = null;
+    if (now && was && !was.isConnected && keyOf(now) === keyOf(was)) now.click();
   });
   root.addEventListener("change", (event) => {
     const control = event.target.closest("[data-act]");

@@ -246,7 +246,7 @@ def owner(lab: str) -> Owner | None:
     """Return the kernel that drives the workbench with this id; None where it is unknown."""
     try:
         values = files.read_json(_folder(lab) / "owner.json")
-        return Owner(**{**values, "process": Process(**values["process"])})
+        return Owner(controller=values["controller"], process=Process(**values["process"]))
     except BadInput as error:
         files.tell_once(str(error))
         return None

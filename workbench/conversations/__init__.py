@@ -17,7 +17,7 @@ MOST_OPEN = 8  # conversations that keep their environments' process
 
 class Conversations:
     """Begins conversations by hand, `lab.conversation(row, environment=MyEnvironment)`. chats: the conversations that
-    were begun, the newest last. An older one that goes on starts its process again, and replays its turns."""
+    were begun, the newest last."""
 
     def __init__(self, lab: Any) -> None:
         self._lab, self.chats = lab, list[Chat]()
@@ -30,7 +30,8 @@ class Conversations:
         """Begin a conversation of the policy with an environment, or with you, turn by turn. `chat.step()` samples a
         turn and shows it, `chat.say(text)` answers it, `chat.edit(...)` replaces a turn or its answer,
         `chat.fork(n, at=turn)` samples continuations from before a turn and estimates the value there, `chat.batch()`
-        and `chat.train()` turn branches into rows. See docs/by_hand.md.
+        and `chat.train()` turn branches into rows. A conversation older than the newest eight starts its environment's
+        process again when it continues, and replays its turns. See docs/by_hand.md.
 
         row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text or messages; or a mapping of a prompt
         and its columns, like a row of `prompts=`. environment: as for `generate_sequences`; None: the environment of
@@ -51,7 +52,7 @@ class Conversations:
         sampling = replace(sampling, environment=environment or sampling.environment or NoEnvironment)
         chat = Chat(lab, row, sampling=sampling, gamma=gamma, seed=seed)
         self.chats.append(chat)
-        for older in self.chats[:-MOST_OPEN]:
-            older.close()
         lab.before_close(chat.close)
+        for older in self.chats[:-MOST_OPEN]:
+            older.close_unless_busy()
         return chat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Answers:
     ) -> None:
         self._sampling, self._row, self._tokenizer, self._most = sampling, row, tokenizer, max_model_tokens
         self._open = contextlib.ExitStack()
+        self._lock = threading.Lock()  # held by the thread that waits for an answer
         self._forget()
 
     def _forget(self) -> None:
@@ -48,6 +50,14 @@ class Answers:
         """Close the environments and end their process. The next call starts new ones."""
         self._forget()
         self._open.close()
+
+    def close_unless_busy(self) -> None:
+        """Close as `close` does, unless another thread waits for an answer."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._lock.release()
 
     def beginning(self) -> Reply:
         """Return the environment's reply before the first turn."""
@@ -83,11 +93,12 @@ class Answers:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """On an error or interrupt inside the block, close all environments: one may have got a turn only partly."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self.close()
+                raise
 
     def _row_behind(self, tree: Tree, path: Sequence[Turn]) -> int:
         """Return the row of an environment that has been given these turns; replay them to a new one if necessary."""
@@ -100,8 +111,8 @@ class Answers:
                 raise RolloutError(
                     f"environment {name_of(self._sampling.environment)} gave another answer to turn {k} when "
                     "it was repeated",
-                    "a branch needs the environment as it was at an earlier turn: its answers must follow from "
-                    "sample_seed, the row and the turns",
+                    "a branch, or a conversation older than the newest eight, replays its turns: answers must follow "
+                    "from sample_seed, the row and the turns",
                     "draw its random numbers from sample_seed, which reset receives",
                 )
             self._observed[_history(path[: k + 1])] = reply.observed

@@ -48,7 +48,7 @@ class NoEnvironment:
         return None, 0.0, False
 
 
-@checks_calls("chat")
+@checks_calls("chat", internal="close_unless_busy")
 class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
@@ -413,6 +413,10 @@ class Chat:
     def close(self) -> None:
         """End the environments' process. The tree stays, and the next turn starts a new process."""
         self._answers.close()
+
+    def close_unless_busy(self) -> None:
+        """Close as `close` does, unless another thread waits for the environment."""
+        self._answers.close_unless_busy()
 
     # --- shown --------------------------------------------------------------------------------------------------------
 

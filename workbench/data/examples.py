@@ -168,7 +168,8 @@ class Examples(EpochRows[Tokenized]):
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
         told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.with_control_tokens)
         told += [f"{self.equal} with equal answers dropped"] if self.equal else []
-        told += [f"{self.other_tools} whose 'tools' are not JSON schemas, and are left out"] if self.other_tools else []
+        rows = f"{self.other_tools} row{'s' * (self.other_tools != 1)}"
+        told += [f"in {rows} 'tools' is left out, because it holds no JSON schemas"] if self.other_tools else []
         told += [f"the chat template leaves out {', '.join(map(repr, sorted(self.unread)))}"] if self.unread else []
         return ", ".join(told)
 

@@ -195,6 +195,8 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
         remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
         raise BadInput(f"{place} is of type {kinds}", "a list must hold only texts, or only dicts", remedy)
     row: Row = {"prompt": item} if isinstance(item, str) else {str(name): one for name, one in _plain(item).items()}
+    if isinstance(item, dict) and len(row) < len(item):
+        raise BadInput(f"{named(place, source)} has columns {shown([*item])}", "names are unique texts", "rename one")
     broken = next((name for name, value in row.items() if not has_texts(value)), None)
     if broken is not None:
         raise BadInput(

@@ -224,9 +224,11 @@ def _lacking(made: Made) -> list[str]:
     """What the lines of an interrupted call of an algorithm do not do, a sentence each."""
     (call,), stage = made.calls, made.stages[-1][1] if made.stages else ""
     ahead = bool(call.arguments and call.stages) and not call.finished_later
-    cut = stage.startswith("update_") and len(call.stages) > 1 and stage not in call.stages
+    times = sum(one == stage for _, one in made.stages)
+    cut = stage.startswith("update_") and stage not in call.stages and times > call.iterations
     told = ["rollouts that it had generated ahead are not in the script"] * ahead
-    return told + [f"steps that {stage} had taken are in the script only where a later call ends that update"] * cut
+    steps = f"the optimizer steps that {stage} had taken"
+    return told + [f"{steps} are in the script only if a later cell completes the update"] * cut
 
 
 def _has(node: ast.stmt, place: Position) -> bool:

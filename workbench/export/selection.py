@@ -226,8 +226,9 @@ def _check_names(chosen: Sequence[Statement], statements: Sequence[Statement], p
     brought = any("runpy.run_path" in s.text or _is_star(s) for s in chosen)
     everywhere = {name for s in chosen for name in s.names.binds | s.names.rebinds} | parameters
     makers: dict[str, list[Cell]] = {}
+    captured = re.compile(r"\A\s*%%capture(?:[^\S\n]+--\S+)*[^\S\n]+(\w+)")
     for statement in statements:
-        for name in (*statement.names.binds, *re.findall(r"\A\s*%%capture\s+(\w+)", statement.cell.text)):
+        for name in (*statement.names.binds, *captured.findall(statement.cell.text)):
             makers.setdefault(name, []).append(statement.cell)
     made = parameters.union(*(s.names.binds for s in chosen if s.is_import or s.is_definition))
     for statement in chosen:

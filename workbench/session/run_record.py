@@ -32,7 +32,7 @@ from workbench.support import files
 from workbench.support.code_version import code_version, function_version
 from workbench.support.fingerprint import is_of_notebook
 from workbench.support.flat_settings import flat
-from workbench.support.notebook_cell import failed_cells, failed_position, in_notebook
+from workbench.support.notebook_cell import end_of_cell, failed_cells, in_notebook
 from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
 
@@ -183,18 +183,14 @@ class _History:
             if text
         ]
         self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
-        self._inner: tuple[bool, tuple[int, int] | None] = True, None
         shell.events.register("post_run_cell", self._ran)
 
     def _ran(self, result: Any) -> None:
         with suppress(KeyboardInterrupt), uninterrupted():  # the cell has ended: there is nothing left to interrupt
             loaded.note()
-            info, ended = result.info, (bool(result.success), failed_position(result.error_in_exec))
-            if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
-                self._inner = ended
+            info, ended = result.info, end_of_cell(result)
+            if ended is None:
                 return
-            if ended[0] and str(info.raw_cell).lstrip().startswith("%%capture"):
-                ended = self._inner  # of the rest of the cell, whose error it shows but does not raise
             cell = RunCell(
                 self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), digest_of(info.raw_cell),
                 *ended,

@@ -56,6 +56,7 @@ def failed_position(error: BaseException | None) -> tuple[int, int] | None:
 
 
 _failed: dict[int, tuple[int, int] | None] = {}
+_inner: list[tuple[bool, tuple[int, int] | None]] = [(True, None)]  # how the last run inside a cell ended
 
 
 def note_failures() -> None:
@@ -66,8 +67,19 @@ def note_failures() -> None:
 
 
 def _note_failure(result: Any) -> None:
-    if result.execution_count and not result.success:
-        _failed[int(result.execution_count)] = failed_position(result.error_in_exec)
+    ended = end_of_cell(result)
+    if ended is not None and not ended[0] and result.execution_count:
+        _failed[int(result.execution_count)] = ended[1]
+
+
+def end_of_cell(result: Any) -> tuple[bool, tuple[int, int] | None] | None:
+    """Return whether a cell ended without an error, and where it failed, as in `failed_position`. None for what is no
+    cell, such as the run of its code inside `%%capture`, which shows an error but does not raise it."""
+    info, ended = result.info, (bool(result.success), failed_position(result.error_in_exec))
+    if not info.store_history or not str(info.raw_cell).strip():
+        _inner[0] = ended
+        return None
+    return _inner[0] if ended[0] and str(info.raw_cell).lstrip().startswith("%%capture") else ended
 
 
 def failed_cells() -> dict[int, tuple[int, int] | None]:
