@@ -37,7 +37,9 @@ class FileWeights:
         """Return what files hold for weights, named as in transformers; views of these, where that is possible."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found: dict[str, Tensor] = revert_weight_conversion(self._model, dict(weights))
+        found: dict[str, Tensor] = dict(weights)
+        if self.converts:
+            found = revert_weight_conversion(self._model, found)
         for name in weights.keys() & self._constants.keys():
             found |= self._constants[name]
         return found
@@ -64,7 +66,7 @@ def read_tensors(folder: Path, keys: set[str]) -> dict[str, Tensor]:
     for file in sorted(folder.glob("*.safetensors")) if keys else ():
         with safe_open(file, framework="pt") as tensors:
             found |= {key: tensors.get_tensor(key) for key in keys.intersection(tensors.keys())}
-    for file in sorted(folder.glob("pytorch_model*.bin")) if keys else ():
+    for file in sorted(folder.glob("pytorch_model*.bin")) if keys - found.keys() else ():
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         found |= {key: tensors[key] for key in keys.intersection(tensors)}
     return found

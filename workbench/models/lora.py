@@ -124,13 +124,13 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrained
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return name -> (outputs, inputs) of the linear layers that may get an adapter: all but the output head, and but
+    """Return name -> (outputs, inputs) of the linear layers that may get an adapter: all except the output head and
     those that peft refuses."""
     from transformers.pytorch_utils import Conv1D
 
     head, found = model.get_output_embeddings(), dict[str, tuple[int, int]]()
     for name, part in model.named_modules():
-        refused = model.config.model_type in OF_MAMBA and name.endswith("out_proj")
+        refused = model.config.model_type in OF_MAMBA and name.rpartition(".")[2] == "out_proj"
         if isinstance(part, nn.Linear | Conv1D) and part is not head and not refused:
             shape = part.weight.shape[::-1] if isinstance(part, Conv1D) else part.weight.shape
             found[name] = (shape[0], shape[1])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.models.dense_config import DenseConfig
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
 from workbench.settings.engines import Generation
 from workbench.settings.layout import Layout
@@ -17,7 +18,6 @@ from workbench.settings.training import Training
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from workbench.models.dense_config import DenseConfig
     from workbench.models.lora import LoRA
 
 # Tokens of a micro-batch if Training.micro_batch_tokens is None, by device. On a GPU this is only used to plan the
@@ -27,6 +27,24 @@ AUTOMATIC_TOKENS = {"cpu": 2048, "cuda": 8192}
 TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 
 _weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # a cache: roles often share a model
+_layers: dict[tuple[type, str], dict[str, tuple[int, int]]] = {}  # likewise
+
+
+def _linear_layers(config: PreTrainedConfig | DenseConfig) -> dict[str, tuple[int, int]]:
+    """Return name -> (outputs, inputs) of the layers that may get an adapter."""
+    if isinstance(config, DenseConfig):
+        shapes = ((name.removesuffix(".weight"), shape) for name, shape in config.shapes(lm_head=False).items())
+        return {name: (s[0], s[1]) for name, s in shapes if len(s) == 2 and name.rpartition(".")[2] not in TABLES}
+    key = type(config), config.to_json_string()
+    if key not in _layers:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from workbench.models.lora import linear_layers
+
+        with torch.device("meta"):
+            _layers[key] = linear_layers(AutoModelForCausalLM.from_config(config))
+    return _layers[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,33 +162,17 @@ class RoleModel:
     @cached_property
     def adapter_weights(self) -> ModelWeights:
         """The adapter's weights: A [rank, in] and B [out, rank] for each weight [out, in] that it changes."""
-        found: list[Weight] = []
+        found, weights = list[Weight](), self.weights
         if self.adapter is not None:
-            rank, targets, layers = self.adapter.rank, self.adapter.targets, self._linear_layers()
-            for weight in self.weights:
+            rank, targets, layers = self.adapter.rank, self.adapter.targets, _linear_layers(self.config)
+            for weight in weights:
                 module, _, kind = weight.name.rpartition(".")
                 if kind == "weight" and module in layers and (targets is None or module.rpartition(".")[2] in targets):
                     out, into = layers[module]
                     for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
                         found.append(Weight(name=f"{module}.lora_{letter}.weight", shape=shape, item_bytes=4,
                                             layers=weight.layers))  # fmt: skip
-        return ModelWeights(tuple(found), self.weights.layers)
-
-    def _linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (outputs, inputs)."""
-        from workbench.models.dense_config import DenseConfig
-
-        if isinstance(self.config, DenseConfig):
-            shapes = self.config.shapes(lm_head=False).items()
-            weights = ((name.removesuffix(".weight"), shape) for name, shape in shapes if len(shape) == 2)
-            return {name: (out, into) for name, (out, into) in weights if name.rpartition(".")[2] not in TABLES}
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from workbench.models.lora import linear_layers
-
-        with torch.device("meta"):
-            return linear_layers(AutoModelForCausalLM.from_config(self.config))
+        return ModelWeights(tuple(found), weights.layers)
 
     @property
     def adapter_bytes(self) -> int:

@@ -94,7 +94,7 @@ class WeightCopies:
         if not placed:
             return False
         mine = torch.stack([sum((bit_sum(p.target) for p in parts), torch.tensor(0)) for parts in placed.values()])
-        return torch.equal(mine, torch.stack([bit_sums[name] for name in placed]).to(mine.device))
+        return torch.equal(mine, torch.stack([bit_sums[name].to(mine.device) for name in placed]))
 
     def places(self) -> dict[str, Tensor]:
         """Return the weights that are one whole tensor in the model, live, by transformers' names."""
