@@ -59,15 +59,15 @@ class StubDecoding(Decoding):
     def open(self) -> int:  # type: ignore[override]
         return len(self._rows)
 
-    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Any, begun: Sequence[int]) -> None:
-        self._rows.append((row, seed))
+    def _add(self, response: Response, prompt_ids: Sequence[int], seed: int, room: int, ends: Any) -> None:
+        self._rows.append((response.row, seed))
 
     def step(self) -> list[Response]:
         ended = list[Response]()
         while self._rows:
             row, seed = self._rows.popleft()
             ids = [20 + (seed + n) % 200 for n in range(TOKENS)]
-            ended.append(Response(row=row, ids=ids, log_probs=[-1.0] * TOKENS, ending="stop", sets=[]))
+            ended.append(Response(row=row, ids=ids, log_probs=[-1.0] * TOKENS, ending="stop"))
         self.tokens += TOKENS * len(ended)
         return ended
 

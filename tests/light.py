@@ -27,7 +27,7 @@ class Together(InlineBackend):
         """There is room for any."""
 
     def start(self, infos: Sequence[HostInfo]) -> None:
-        self._hosts |= {info.name: Host(info, self) for info in infos}
+        self._hosts |= {info.name: Host(info, self.call) for info in infos}
 
 
 def describe(models: Mapping[str, type | None], placement: wb.Placement) -> Description:

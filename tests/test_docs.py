@@ -12,8 +12,6 @@ import pytest
 import workbench
 from tests.cases import tiny_lab
 from workbench import cli, errors
-from workbench.algorithms import ALGORITHMS
-from workbench.support.public_names import PUBLIC_NAMES
 from workbench.telemetry import store
 from workbench.telemetry.syncs import CHANGED_COLUMNS, SYNC_COLUMNS
 
@@ -27,7 +25,7 @@ NOT_HERE = ("lab.rollout", "lab.critic.count_prompt", "wb.NAME", "wb.Mine", "wor
 def test_every_public_name_has_a_page() -> None:
     folders = re.findall(r"^REFERENCE := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
     assert all((ROOT / "workbench" / folder).is_dir() for folder in folders)
-    homes = {home.split(".")[1] for home in {**ALGORITHMS, **PUBLIC_NAMES}.values() if home != "workbench"}
+    homes = {home.split(".")[1] for home in workbench._PUBLIC.values() if home != "workbench"}
     assert homes <= {*folders, "controller"}
 
 

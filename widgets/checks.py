@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from html import escape
 from typing import Any
 
 from workbench.checks import CHECKS
@@ -49,4 +48,4 @@ class Checks(View):
             self.report, self._after = report, self.lab.iteration
             return f"checks: {report.state}"
 
-        self.driver.start(f"checking {escape(self.chosen)}", check)
+        self.driver.start(f"checking {self.chosen}", check)

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 from workbench.display.conversation import has, says, tree_picture
-from workbench.errors import BadInput
 from workbench_widgets.view import View, button, choice, entry, whole_number
 
 NONE = "No conversation yet: chat = lab.conversation(row, environment=MyEnvironment)"
@@ -82,9 +81,6 @@ class ConversationView(View):
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, what: str, work: Any) -> None:
-        self.driver.start(what, lambda: work() and None)
-
     def on_continuations(self, value: str) -> None:
         self.continuations = whole_number("continuations", value)
 
@@ -92,16 +88,13 @@ class ConversationView(View):
         self.chat.go(number)
 
     def on_back(self) -> None:
-        path = self.chat.path
-        if not path:
-            raise BadInput("back from the beginning", "there is no turn before it")
-        self.chat.go(path[-1].parent)
+        self.chat.go(self.chat.path[-1].parent)
 
     def on_step(self) -> None:
-        self._drive("a turn", self.chat.step)
+        self.driver.start("a turn", self.chat.step)
 
     def on_finish(self) -> None:
-        self._drive("turns to the end", self.chat.finish)
+        self.driver.start("turns to the end", self.chat.finish)
 
     def on_fork(self, before: bool = False) -> None:
         chat = self.chat
@@ -111,15 +104,15 @@ class ConversationView(View):
         )
 
     def on_train(self) -> None:
-        self._drive("an update on this branch", self.chat.train)
+        self.driver.start("an update on this branch", self.chat.train)
 
     def on_edit(self, value: str) -> None:
         at = len(self.chat.path) - 1
-        self._drive("another text for the turn", lambda: self.chat.edit(at, value))
+        self.driver.start("another text for the turn", lambda: self.chat.edit(at, value))
 
     def on_answer(self, value: str) -> None:
         at = len(self.chat.path) - 1
-        self._drive("another answer", lambda: self.chat.edit(at, answer=value))
+        self.driver.start("another answer", lambda: self.chat.edit(at, answer=value))
 
 
 def _field(label: str, press: str, act: str, value: str) -> str:

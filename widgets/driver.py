@@ -30,14 +30,11 @@ def module(name: str) -> str:
     texts: dict[str, str] = {}
 
     def put(name: str) -> None:
-        if name in texts:
-            return
         text = (FOLDER / name).read_text()
-        texts[name] = ""  # under way
         for imported in IMPORT.findall(text):
-            put(imported)
-        del texts[name]  # behind what it imports
-        texts[name] = IMPORT.sub("", text)
+            if imported not in texts:
+                put(imported)
+        texts[name] = IMPORT.sub("", text)  # behind what it imports
 
     put(name)
     main = texts.pop(name)

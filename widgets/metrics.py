@@ -194,10 +194,7 @@ class Metrics(Charts):
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def on_smooth(self, value: Any) -> None:
-        factor = float(value)
-        if not 0 <= factor < 1:
-            raise BadInput(f"smoothing={value!r}", "must be at least 0 and below 1")
-        self.smoothing = factor
+        self.smoothing = float(value)
 
     def on_show(self, stage: str, metric: str, value: bool) -> None:
         self._show([(stage, metric)], value)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from workbench import errors as errors
 from workbench.algorithms import ALGORITHMS
 from workbench.support.notebook_cell import note_failures
-from workbench.support.public_names import PUBLIC_NAMES
 
 if TYPE_CHECKING:
     from workbench import mapping as mapping
@@ -69,8 +68,41 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 note_failures()
 
+# by module, the names in it that are public, besides the algorithms
+_NAMES_IN = {
+    "": "mapping",
+    ".algorithms.loop": "Algorithm",
+    ".batches.batch": "Batch",
+    ".comparisons.dial": "dial",
+    ".comparisons.diff": "diff",
+    ".comparisons.model_card": "model_card",
+    ".comparisons.replay": "replay",
+    ".comparisons.runs": "runs",
+    ".comparisons.sweep": "sweep",
+    ".controller": "Workbench",
+    ".data": "adapters sandbox toolbox verifiers",
+    ".data.batched": "batched",
+    ".data.judge": "Judge",
+    ".data.tools": "Tools",
+    ".launch": "script",
+    ".launch.listing": "ls",
+    ".launch.opening": "attach open restore stop",
+    ".messages.operation": "register",
+    ".messages.protocols": "PROTOCOLS protocol",
+    ".models.chat_format": "ChatFormat",
+    ".models.lora": "LoRA",
+    ".models.spec": "Model",
+    ".objectives.correction": "Correction",
+    ".objectives.losses": "ClipCov KLCov",
+    ".placement": "Layout Placement",
+    ".settings.context": "Context",
+    ".settings.engines": "Generation Sampling",
+    ".settings.precision": "Precision",
+    ".settings.training": "Training",
+    ".support.calls.limits": "limits",
+}
 # name -> module. A name is loaded at its first use, so that `import workbench` is quick and imports no engine
-_PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
+_PUBLIC = ALGORITHMS | {name: f"workbench{home}" for home, names in _NAMES_IN.items() for name in names.split()}
 _MODULES = ("adapters", "mapping", "sandbox", "script", "toolbox", "verifiers")
 
 __all__ = sorted(_PUBLIC)

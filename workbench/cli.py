@@ -255,8 +255,6 @@ def _export(arguments: argparse.Namespace) -> int:
         raise BadInput("--as-run --check", rule, "leave out --check; or put the cells in order, and leave out --as-run")
     notebook = path_of(arguments.notebook, "NOTEBOOK")
     output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
-    if output.suffix != ".py":
-        raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
     if arguments.output is None and output.exists():
         raise BadInput(f"{output} exists", "only a file that -o names is overwritten", f"write -o {output}")
     page = read_notebook(notebook)

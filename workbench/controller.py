@@ -67,7 +67,6 @@ from workbench.stages.runner import Snapshots, StageRunner
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference
 from workbench.support.checked_calls import checks_calls
-from workbench.support.files import path_of
 from workbench.support.notebook_cell import notebook_path
 from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
@@ -134,7 +133,7 @@ class Workbench:
         # the types of parts are declared for `_method_of` and `_field`, which the class body calls
         self.runner: StageRunner = StageRunner(self.hosts, self.ownership, groups, counters, batches, self.telemetry)
         loaded.note()
-        self._reloader: Reloader = Reloader(self.runner, _groups_of_process)
+        self._reloader: Reloader = Reloader(self.runner)
         groups.delegate_rollout = lambda: RolloutCaller(self.runner)
         groups.make()
         self.position: Position = Position(counters, batches, self.runner.live.note)
@@ -299,10 +298,7 @@ class Workbench:
     save = _method_of(lambda self: self.checkpoints, Checkpoints.save)
     autosave = _method_of(lambda self: self.checkpoints, Checkpoints.autosave)
     save_if_due = _method_of(lambda self: self.checkpoints, Checkpoints.save_if_due)
-
-    def note_position(self) -> None:
-        """Record the position of the algorithm, so that a later kernel can continue from it."""
-        self.ownership.record()
+    note_position = _method_of(lambda self: self.ownership, Ownership.record)
 
     def recover(self, path: str | Path | None = None) -> Checkpoint | None:
         """Restart processes that died, and put every role back to the last checkpoint, so that all have the same state:
@@ -391,10 +387,13 @@ class Workbench:
         """
         from workbench.export import export_notebook
 
-        recorded = _recorded(self)
-        output = path_of(output, "output")
-        if output.suffix != ".py":
-            raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
+        if not self.description.record:
+            raise BadInput(
+                f"{self.name!r} was opened with record=False", "its cells were not recorded",
+                "`wb export NOTEBOOK` writes the cells of the page",
+            )  # fmt: skip
+        runs = {self.run_folder, *(other.run_folder for other in registry.opened.values())}
+        recorded = sorted((run for run in runs if (run / "events.jsonl").is_file()), key=lambda run: run.name)
         return export_notebook(notebook or notebook_path(), output, **{"runs": recorded, **options})
 
     # --- branches, checks, evaluation ---------------------------------------------------------------------------------
@@ -407,18 +406,3 @@ class Workbench:
     serve = _method_of(lambda self: self, serve)
     refresh_reference = _method_of(lambda self: self.runner, refresh_reference)
     kept = _method_of(lambda self: self.runner.snapshots, Snapshots.kept)
-
-
-def _recorded(lab: Workbench) -> list[Path]:
-    """Return the run folders in which this process records its cells. Raises `BadInput` after record=False."""
-    if not lab.description.record:
-        raise BadInput(
-            f"{lab.name!r} was opened with record=False", "its cells were not recorded",
-            "`wb export NOTEBOOK` writes the cells of the page",
-        )  # fmt: skip
-    runs = {lab.run_folder, *(other.run_folder for other in registry.opened.values())}
-    return sorted((run for run in runs if (run / "events.jsonl").is_file()), key=lambda run: run.name)
-
-
-def _groups_of_process() -> list[Groups]:
-    return [lab.runner.groups for lab in registry.opened.values() if lab.hosts.inline]

@@ -437,8 +437,8 @@ def test_what_cannot_run_ahead_is_refused(opened: Opened) -> None:
         MAKERS["ReMax"](lab).run(1, **PAUSING)
     stream = lab.demonstrations([{"prompt": "a", "response": "b"}] * 8)
     sft = wb.SFT(lab, stream, rows=4)
-    with expect_error(BadInput, value="SFT with staleness", rule="none of its stages generates"):
+    with expect_error(BadInput, value="SFT with staleness", rule="only lab.prompts.next, as the first stage"):
         sft.run(1, staleness=1)
-    with expect_error(BadInput, rule="none of its stages generates"):
+    with expect_error(BadInput, rule="only lab.prompts.next, as the first stage"):
         sft.draw_ahead()
     assert lab.iteration == 0 and len(lab.buffer) == 0

@@ -163,7 +163,7 @@ def test_the_users_own_group_stays(tmp_path: Path) -> None:
         assert total.tolist() == [1.0, 1.0]
         pair = HostInfo(lab="x", pool="p", rank=0, world_size=2, device="cpu:0", threads=1, log_path=None)
         with expect_error(BadInput, value="a pool of 2 rank.* default process group has 1"):
-            Host(pair, InlineBackend()).join("127.0.0.1", 1)
+            Host(pair, InlineBackend().call).join("127.0.0.1", 1)
     finally:
         dist.destroy_process_group()
         for name in VARIABLES:

@@ -180,13 +180,12 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
     """Between two hosts of their own: the name in the shard is asked for, the name of today is handed to the worker."""
     hosts: dict[str, Host] = {}
 
-    class Neighbours:
-        def call(self, host: str, method: str, *args: Any) -> Any:
-            return getattr(hosts[host], method)(*args)
+    def neighbour(host: str, method: str, *args: Any) -> Any:
+        return getattr(hosts[host], method)(*args)
 
     for rank in range(2):
         info = HostInfo(lab="", pool="p", rank=rank, world_size=2, device="cpu", threads=1, log_path=None)
-        hosts[info.name] = Host(info, Neighbours())
+        hosts[info.name] = Host(info, neighbour)
         hosts[info.name].build(
             "reader", Reader, wb.Model(TINY), layout=Layout(d=2), seed=0, tokenizer_name=TINY, folder=".",
             max_model_tokens=64,
@@ -383,7 +382,7 @@ def test_a_save_that_fails_leaves_what_was_there(lab: wb.Workbench, tmp_path: Pa
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.filter([True, False]), r"filter of shape \[2\].*one True or False a row, 6"),
     (lambda b: b.filter([1, 0, 1, 0, 1, 0]), "dtype int64"),
-    (lambda b: b.filter([False] * 6), "keeps none"),
+    (lambda b: b.filter([False] * 6), "none of .*at least one row"),
     (lambda b: b.filter(lambda rows: rows.rewards > 0), "without columns"),
     (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
     (lambda b: b.take([True, False]), r"rows \[True, False\].*one truth value per row"),
@@ -429,7 +428,7 @@ def test_columns_that_are_not_there(lab: wb.Workbench) -> None:
     with expect_error(UnknownColumn, value="rename reads column 'reward'"):
         batch.rename(reward="score")
     for name, said in (("temperature", "sampled"), ("teacher_temperature", "scored by a teacher")):
-        with pytest.raises(BadInput, match=rf"rows {said} at temperatures 0.5, 1.0"):
+        with pytest.raises(BadInput, match=rf"rows {said} at temperatures 0.5, 1.0.*lab.buffer.clear\(\)"):
             wb.Batch.concat([lab.put(table_of(1), meta={name: t}) for t in (0.5, 1.0)])
 
 

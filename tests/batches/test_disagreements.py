@@ -99,6 +99,8 @@ def test_no_row_with_both_scores(lab: wb.Workbench) -> None:
     one, two = torch.tensor([1.0, 0.0]), torch.tensor([math.nan, math.nan])
     found = lab.put({"one": one, "two": two}).disagreements("one", "two")
     assert repr(found) == "<one and two disagree on 0 of 0 rows; kappa says nothing: no row has both scores>"
+    failed = lab.put({**table(), "valid": torch.zeros(6)}).disagreements("math", "judge")
+    assert failed.df.empty and failed.left_out == 6
     assert "2 failed rows are left out" in found._repr_html_()
 
 
@@ -115,5 +117,3 @@ def test_wrong_columns_are_refused(lab: wb.Workbench) -> None:
         batch.disagreements("math", "coder")
     with expect_error(BadInput, rule="it holds text"):
         batch.disagreements("math", "prompt")
-    with expect_error(BadInput, value="with itself"):
-        batch.disagreements("math", "rewards/math")

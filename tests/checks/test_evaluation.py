@@ -17,7 +17,7 @@ from tests.calculator import sums
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, ragged_in
-from workbench.checks.evaluation import _passed, _rows, _scores, majority_at_k, summary
+from workbench.checks.evaluation import _rows, _scores, majority_at_k, summary
 from workbench.conversations.rows import row_table
 from workbench.errors import BadInput, RewardError
 from workbench.workers.roles import reference
@@ -45,7 +45,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 def responses(rewards: Any, threshold: float = 1.0, **columns: Any) -> pd.DataFrame:
     """What `summary` reads of responses that are all valid and finished, but for what is said."""
     scores = _scores(rewards)
-    known = {"reward": scores, "passed": _passed(scores, threshold), "valid": np.ones(len(scores), dtype=bool)}
+    known = {"reward": scores, "passed": scores >= threshold, "valid": np.ones(len(scores), dtype=bool)}
     return pd.DataFrame({**known, "response_tokens": 1, "finished": True, **columns})
 
 

@@ -20,11 +20,12 @@ from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, CheckFailed
 from workbench.models.loading import load_causal_lm
 from workbench.objectives.aggregation import denominator
-from workbench.objectives.estimators import gae
+from workbench.objectives.estimators import gae, moments
 from workbench.objectives.groups import rloo
 from workbench.workers import advantages
 from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.roles import actor as actor_role
+from workbench.workers.roles import numeric
 
 MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": TINY}
 
@@ -71,6 +72,18 @@ def test_a_mask_that_gae_does_not_read(lab: wb.Workbench, monkeypatch: pytest.Mo
     report = lab.check("advantages")
     assert failed(report) == {"advantages"}
     assert report["advantages"].culprit.startswith(("advantages of row ", "returns of row "))
+
+
+def test_advantages_that_are_whitened_over_tokens_outside_the_mask(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def maskless(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return moments(x_BT, torch.ones_like(mask_BT))
+
+    monkeypatch.setattr(numeric, "moments", maskless)
+    report = lab.check("advantages")
+    assert failed(report) == {"advantages"}
+    assert report["advantages"].culprit.endswith(", with more tokens outside the mask")
 
 
 def test_advantages_that_depend_on_the_order_of_rows(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

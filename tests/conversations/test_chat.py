@@ -115,6 +115,8 @@ def test_a_conversation_that_waits_for_an_answer_is_not_closed(
             asked.wait()
             lab.conversation("1+1=", sampling=sampling())
             assert not closed.is_set()
+            with expect_error(BadInput, value=r"close\(\) while the environment answers"):
+                chat.close()
         finally:
             free.set()
         assert lab.decode(turn.result().answer_ids) == "<1>"

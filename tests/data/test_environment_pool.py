@@ -128,5 +128,5 @@ def test_wrong_pools(lab: wb.Workbench, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="1 processes of environments, for 2 ranks that generate"):
         replace(lab.description, backend="ray", devices=2).placed(two)
     critic = wb.Placement.of({"shared": (1, ["critic"]), "environments": (1, ["environment"])})
-    with pytest.raises(BadInput, match="without an actor"):
+    with pytest.raises(BadInput, match="role 'actor' has no pool"):
         wb.open("none", models={"critic": TINY}, placement=critic, backend="inline", runs=tmp_path)

@@ -58,7 +58,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"right": lambda prompt, response: None}, "returned None.*must return one finite number"),
     ({"n": 0}, "n=0"),
     ({"unit": "tokens"}, "unit='tokens'"),
-    ({"answer": ["4"]}, "beside 2 responses"),
 ]
 
 

@@ -13,6 +13,7 @@ from workbench.data.examples import Examples
 from workbench.data.prompts import Prompts
 from workbench.data.readers import READERS
 from workbench.data.sources import kept_source, read_rows
+from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.errors import BadInput, MissingDependency
 from workbench.models import load_tokenizer
 
@@ -163,6 +164,23 @@ def test_columns_of_other_libraries_are_recognised_and_said(tokenizer: Any, name
     assert prompts.read_as.startswith(name) and f"read as {name}" in repr(prompts)
     found = {"prompt": prompts.rows[0].prompt, **prompts.rows[0].extra}
     assert {key: found[key] for key in expected} == expected
+
+
+def test_a_row_that_lacks_what_the_convention_of_the_first_has_is_refused(tokenizer: Any) -> None:
+    rows = [CONVENTIONS["verl"][0], {"prompt": [USER], "reward_model": {"style": "rule"}}]
+    with expect_error(BadInput, value="row 1 of a list has only 'prompt', 'reward_model'", rule="verl's columns"):
+        Prompts(rows, tokenizer=tokenizer)
+    skipping = Prompts(rows, tokenizer=tokenizer, bad_rows="skip")
+    assert len(skipping) == 1 and "row 1 of a list" in skipping.skipped[0]
+    with expect_error(BadInput, value="row 1 has only"):
+        StreamedPrompts(lambda: (yield from rows), tokenizer=tokenizer, shuffle=False).next(2)
+
+
+def test_pictures_beside_a_text_are_refused(tokenizer: Any) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "<image> What is this?", "images": [{"bytes": b"", "path": "cat.png"}]}]
+    with expect_error(BadInput, value="row 1 of a list has 'images'", rule="models read only texts"):
+        Prompts(rows, tokenizer=tokenizer)
+    assert len(Prompts([{"prompt": "a", "images": []}], tokenizer=tokenizer)) == 1
 
 
 def test_columns_of_our_own_names_and_a_column_that_was_asked_for_are_left_alone(tokenizer: Any) -> None:

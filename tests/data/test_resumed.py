@@ -21,7 +21,7 @@ class Echo:
 
 
 def reset(made: Echo, observed: str, began: str) -> Any:
-    said = [ReplayedTurn(text="hello", more={}, reward=0.5, done=False, observed=observed)]
+    said = [ReplayedTurn(text="hello", more={}, reward=0.5, observed=observed)]
     return Resumed(make=lambda: made, sample_seed=1, turns=said, began=began)().reset()
 
 

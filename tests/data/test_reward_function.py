@@ -124,6 +124,7 @@ def test_one_number_here_and_several_there_are_refused() -> None:
         (torch.zeros(2, 1), r"returned \[0.0\]"),
         (np.zeros(3), "returned 3 numbers for a response of 2 tokens"),
         (None, "returned None"),
+        ({"right": 1.0, "tidy": 0.5}, r"returned \{'right'.*a function for each number"),
         ("1.0", "returned '1.0'"),
         ([1.0, 2.0, 3.0], "returned 3 numbers for a response of 2 tokens"),
         ([1.0, float("inf")], "returned inf"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -13,7 +14,6 @@ from workbench.display.curves import (
     STROKES,
     Chart,
     Curve,
-    bundle,
     figure,
     sheet,
     smoothed,
@@ -103,9 +103,10 @@ def test_many_points_are_thinned_and_keep_their_extremes() -> None:
     assert line["y"][line["x"].index(15_000)] is None
 
 
-def test_a_sheet_is_plotlys_mimetype_and_text() -> None:
+def test_a_sheet_is_plotlys_mimetype_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     chart = Chart(title="<b>", curves=(Curve(name="a & b", x=[1], y=[2.0]), Curve(name="c", x=[1], y=[NAN])), note='"')
-    assert bundle([chart]).keys() == {MIMETYPE, "text/plain"}
+    sheet([chart])._ipython_display_()
+    assert {MIMETYPE, "text/plain"} == ast.literal_eval(capsys.readouterr().out).keys()
     assert repr(sheet([chart, Chart(title="nothing", curves=())])) == '<b>: a & b 2, c nan (")\nnothing: no points'
 
 

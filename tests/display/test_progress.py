@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,22 +27,29 @@ class _Clock:
 
 
 @pytest.fixture
-def clock() -> _Clock:
-    return _Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr("workbench.display.progress.time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
-def test_a_quick_stage_prints_nothing(clock: _Clock):
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     terminal = _Terminal()
-    with Progress("update_actor", stream=terminal, clock=clock) as bar:
+    monkeypatch.setattr("workbench.display.progress.sys", SimpleNamespace(stderr=terminal))
+    return terminal
+
+
+def test_a_quick_stage_prints_nothing(clock: _Clock, terminal: io.StringIO):
+    with Progress("update_actor") as bar:
         for done in range(8):
             clock.now_s += 0.24
             bar.update(done, 8, 100)
     assert terminal.getvalue() == ""
 
 
-def test_after_two_seconds_a_line_with_rate_and_time_left_and_nothing_in_the_end(clock: _Clock):
-    terminal = _Terminal()
-    with Progress("update_actor", stream=terminal, clock=clock) as bar:
+def test_after_two_seconds_a_line_with_rate_and_time_left_and_nothing_in_the_end(clock: _Clock, terminal: io.StringIO):
+    with Progress("update_actor") as bar:
         clock.now_s += 3.0
         bar.update(3, 8, 1236)
         assert terminal.getvalue() == "\rupdate_actor  3/8 micro-batches  412 tokens/s  ~5 s left\x1b[K"
@@ -51,11 +59,9 @@ def test_after_two_seconds_a_line_with_rate_and_time_left_and_nothing_in_the_end
     assert terminal.getvalue().endswith("s left\x1b[K\r\x1b[K")
 
 
-def test_the_line_goes_away_when_the_stage_fails(clock: _Clock):
-    terminal = _Terminal()
-
+def test_the_line_goes_away_when_the_stage_fails(clock: _Clock, terminal: io.StringIO):
     def stage() -> None:
-        with Progress("s", stream=terminal, clock=clock) as bar:
+        with Progress("s") as bar:
             clock.now_s += 3.0
             bar.update(1, 2)
             raise RuntimeError
@@ -66,9 +72,8 @@ def test_the_line_goes_away_when_the_stage_fails(clock: _Clock):
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_work_that_calls_nothing_is_shown_by_a_thread_that_ends_with_it():
-    terminal = _Terminal()
-    with Progress("opening", after_s=0.0, ticks=True, stream=terminal):
+def test_work_that_calls_nothing_is_shown_by_a_thread_that_ends_with_it(terminal: io.StringIO):
+    with Progress("opening", after_s=0.0, ticks=True):
         until_s = time.monotonic() + 30
         while not terminal.getvalue() and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -76,18 +81,18 @@ def test_work_that_calls_nothing_is_shown_by_a_thread_that_ends_with_it():
     assert said.startswith("\ropening  0 s so far") and said.endswith("\r\x1b[K")
 
 
-def test_at_most_four_refreshes_a_second(clock: _Clock):
-    terminal = _Terminal()
-    with Progress("s", after_s=0, stream=terminal, clock=clock) as bar:
+def test_at_most_four_refreshes_a_second(clock: _Clock, terminal: io.StringIO):
+    with Progress("s", after_s=0) as bar:
         for done in range(1000):
             bar.update(done, 1000)
             clock.now_s += 0.001
     assert 4 <= terminal.getvalue().count("micro-batches") <= 5
 
 
-def test_no_line_where_nobody_could_see_it_change(clock: _Clock):
+def test_no_line_where_nobody_could_see_it_change(clock: _Clock, monkeypatch: pytest.MonkeyPatch):
     pipe = io.StringIO()
-    with Progress("s", after_s=0, stream=pipe, clock=clock) as bar:
+    monkeypatch.setattr("workbench.display.progress.sys", SimpleNamespace(stderr=pipe))
+    with Progress("s", after_s=0) as bar:
         clock.now_s += 5
         bar.update(1, 2, 3)
     assert pipe.getvalue() == ""
@@ -103,7 +108,7 @@ def test_no_line_where_nobody_could_see_it_change(clock: _Clock):
     ],
 )
 def test_the_line_says_only_what_is_known(done: int, total: int, tokens: int, text: str):
-    bar = Progress("s", unit="rows", stream=io.StringIO())
+    bar = Progress("s", unit="rows")
     assert bar.text(12.0, done, total, tokens) == text
 
 

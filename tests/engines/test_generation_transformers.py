@@ -59,8 +59,6 @@ def test_a_response_ends_with_the_turn_of_the_template(model):
 
 
 def test_no_prompts(engine):
-    with expect_error(BadInput, value="0 seeds for 1 prompts"):
-        engine.generate([[1]], Sampling(), [])
     assert engine.generate([], Sampling(), []).response_ids == []
 
 
@@ -108,10 +106,9 @@ def test_a_copy_takes_weights_in(name, tokenizer):
     weights = list(trainer.named_parameters())
     assert own.update_weights(weights, 1) == sum(w.nbytes for _, w in weights) == own.memory_bytes()["weights"]
     torch.testing.assert_close(own.log_probs(cases.PROMPTS[2]), cases.scored(trainer, cases.PROMPTS[2]))
-    for wrong, message in ((weights[:-1], "did not arrive"), ([("nobody.weight", weights[0][1])], r"nobody\.weight")):
-        with pytest.raises(SyncError, match=message):
-            own.update_weights(wrong, 2)
-        assert own.weights_version == -1
+    with pytest.raises(SyncError, match="did not arrive"):
+        own.update_weights(weights[:-1], 2)
+    assert own.weights_version == -1
     own.update_weights(weights, 2)
     torch.testing.assert_close(own.log_probs(cases.PROMPTS[2]), cases.scored(trainer, cases.PROMPTS[2]))
     assert own.weights_version == 2

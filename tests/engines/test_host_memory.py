@@ -15,10 +15,10 @@ from tests.engines.layout_ranks import engine_of, groups_of
 from tests.engines.training_ranks import (
     CPU,
     ENGINES,
-    everyone,
     loss_now,
     make_engine,
     negative_log_likelihood,
+    replicas,
     run_ranks,
     same,
     sequences,
@@ -201,7 +201,7 @@ def test_a_training_engine_computes_as_if_it_had_never_been_away(engines: Any) -
 
 
 def test_without_optimizer_state_or_gradients_nothing_else_moves() -> None:
-    engine = TorchEngine(TokenLogProbs(tiny_model()), None, everyone(), device=CPU, dtype=torch.float32)
+    engine = TorchEngine(TokenLogProbs(tiny_model()), None, replicas(), device=CPU, dtype=torch.float32)
     micro = negative_log_likelihood(sequences(0))
     before = loss_now(engine, micro)
     assert engine.offload("gradients", "optimizer") == 0
@@ -217,7 +217,7 @@ def test_a_gpu_has_its_memory_back() -> None:
 
     def engine() -> TorchEngine:
         module = TokenLogProbs(tiny_model(), micro_batch_tokens=1024)
-        return TorchEngine(module, settings("torch"), everyone(), device=device, dtype=torch.float32)
+        return TorchEngine(module, settings("torch"), replicas(), device=device, dtype=torch.float32)
 
     def step(engine: TorchEngine, number: int) -> None:
         micro = negative_log_likelihood(sequences(number))

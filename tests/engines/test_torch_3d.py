@@ -72,8 +72,7 @@ def test_what_else_an_engine_promises(seen: Any, promised: Layout) -> None:
         assert rank["skipped"]
         assert len(rank["frozen"]) > 10
         assert all(rank["frozen"])
-        # a pipeline alone has its losses elsewhere, and alone hands hidden states on from stage to stage
-        assert ("last stage" in rank["with gradients"]) == (promised.p > 1)
+        # a pipeline alone hands hidden states on from stage to stage
         assert ("computes something else" in rank["odd model"]) == (promised.p > 1)
 
 
@@ -89,7 +88,6 @@ def config(**changes: Any) -> Any:
         (Layout(1, 3, 1), {}, "q_proj.*4 units over t=3"),
         (Layout(3, 1, 1), {}, "4 layers over p=3"),
         (Layout(1, 2, 1), {"intermediate_size": 63}, "63 units over t=2"),
-        (Layout(1, 4, 1), {"num_key_value_heads": 4, "vocab_size": 5}, "embed_tokens.weight over t=4"),
     ],
 )
 def test_layouts_that_do_not_divide_a_model_are_refused(layout: Layout, changes: Any, message: str) -> None:

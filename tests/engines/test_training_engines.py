@@ -18,6 +18,7 @@ from tests.engines.training_ranks import (
     loss_now,
     make_engine,
     negative_log_likelihood,
+    replicas,
     run_ranks,
     same,
     sequences,
@@ -27,7 +28,6 @@ from tests.engines.training_ranks import (
     value_module,
     weights,
 )
-from tests.expected import expect_error
 from workbench.engines.training.steps import make_moments
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
@@ -190,7 +190,7 @@ def recomputed(kind: str) -> dict[str, bool]:
 def unequal_start() -> str:
     module = TokenLogProbs(tiny_model(seed=everyone().rank))
     try:
-        TorchEngine(module, Training(), everyone(), device=CPU, dtype=torch.float32)
+        TorchEngine(module, Training(), replicas(), device=CPU, dtype=torch.float32)
     except BadInput as error:
         return str(error)
     return "accepted"
@@ -263,15 +263,8 @@ def test_clipping(limit: float) -> None:
 
 
 def test_untrained_module_is_only_run() -> None:
-    engine = TorchEngine(TokenLogProbs(tiny_model()), None, everyone(), device=CPU, dtype=torch.bfloat16)
+    engine = TorchEngine(TokenLogProbs(tiny_model()), None, replicas(), device=CPU, dtype=torch.bfloat16)
     assert {weight.dtype for weight in weights(engine).values()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32}, "rotary frequencies stay exact"
     assert not loss_now(engine, negative_log_likelihood(sequences(0))).requires_grad
     assert engine.memory_bytes()["gradients"] == engine.memory_bytes()["optimizer"] == 0
-    with expect_error(BadInput, value="not trained"):
-        engine.step([negative_log_likelihood(sequences(0))])
-
-
-def test_a_step_needs_a_micro_batch() -> None:
-    with expect_error(BadInput, rule="micro-batch"):
-        make_engine("torch").step([])

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workbench.engines.communicator import Communicator
+from workbench.engines.communicator import Communicator, ParallelGroups, parallel_groups
 from workbench.engines.training import Pass, TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs, TokenValues
+from workbench.placement import Layout
 from workbench.settings.training import Training
 from workbench.telemetry import Recorder
 
@@ -49,6 +50,11 @@ def everyone() -> Communicator:
     """Of the default process group; without one, of this process alone."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Communicator(rank, ranks, Recorder())
+
+
+def replicas() -> ParallelGroups:
+    """Of `everyone`, each with the whole model."""
+    return parallel_groups(Layout(d=everyone().world_size), everyone(), Recorder(), "cpu")
 
 
 def tiny_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
@@ -89,7 +95,7 @@ def make_engine(
 ) -> TrainingEngine:
     engine = TorchEngine if kind == "torch" else DeepSpeedEngine
     module = TokenLogProbs(tiny_model(tied=tied), micro_batch_tokens=1024) if module is None else module
-    return engine(module, settings(kind, **changes), everyone(), device=CPU, dtype=dtype)
+    return engine(module, settings(kind, **changes), replicas(), device=CPU, dtype=dtype)
 
 
 def negative_log_likelihood(batch: list[Tensor]) -> Pass:

@@ -53,6 +53,9 @@ CELLS: dict[str, list[str]] = {
     "nested functions and global": ["count = 0",
         "def outer():\n    def inner():\n        global count\n        count += 1\n    inner()\n    inner()",
         "outer()\nouter()\nprint(count)"],
+    "a class that changes a variable of the function around it": [
+        "def counter():\n    n = 1\n    class C:\n        def m(self):\n            nonlocal n\n            n += 1\n"
+        "            return n\n    return C()", "print(counter().m())"],
     "a global in a class": ["n = 1", "class C:\n    def m(self):\n        global n\n        n = n + 1",
         "C().m()\nprint(n)"],
     "non-ASCII": ["größe = 'π ≈ 3' # ü", "print(größe, '✓')"],

@@ -334,13 +334,13 @@ def _read(page: Path, folder: Path) -> tuple[Notebook, Record]:
 
 def test_the_numbers_of_the_page_tell_what_they_can() -> None:
     cells = (Cell(1, "a = 1", count=5), Cell(2, "b = a", count=2), Cell(3, "c = b"), Cell(4, "d = 1", count=6))
-    told = doubts(Notebook("x", cells), None)
+    told = doubts(Notebook("x", cells), Record((), {}))
     assert told == [
         "cell 3 is on the page, but was not run",
         "cell 2 (In [2]) was run before cell 1 (In [5]), which is above it",
         "cell 2 (In [2]) is stale: cell 1 (In [5]) has assigned 'a' again after it",
     ]
-    assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), None) == []
+    assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), Record((), {})) == []
     with expect_error(BadInput, value="without a record"):
         as_run(Notebook("x", cells), Record((), {}), [])
 

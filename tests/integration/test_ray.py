@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -337,7 +338,8 @@ def test_a_rank_that_does_not_load_ends_the_opening_at_once(
     full: wb.Workbench, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = _Terminal()
-    monkeypatch.setattr("workbench.launch.opening.Progress", partial(Progress, after_s=0, stream=terminal))
+    monkeypatch.setattr("workbench.launch.opening.Progress", partial(Progress, after_s=0))
+    monkeypatch.setattr("workbench.display.progress.sys", SimpleNamespace(stderr=terminal))
     models = {"actor": TINY, "critic": wb.Model(TINY, worker=HalfBroken), "reference": TINY, "reward": vowels}
     before = _hosts_of("broken")
     start_s = time.monotonic()

@@ -93,9 +93,7 @@ def test_ranks_that_are_scored_unlike_each_other_say_so(pair: wb.Workbench) -> N
     def unlike(prompt: str, response: str, **row: Any) -> Any:
         return 0.5 if prompt in first else [0.25] * tokens[prompt]
 
-    with pytest.raises(
-        RewardError, match=r"returned 0.5 for row 0 on rank 0 .*several numbers per row on another rank"
-    ) as caught:
+    with pytest.raises(RewardError, match=r"would have one number in some rows, and several in others") as caught:
         pair.reward.compute_reward(batch, function=unlike)
     assert "scored alike" in str(caught.value)
     assert "rewards" in pair.reward.compute_reward(batch).columns

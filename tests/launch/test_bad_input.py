@@ -33,7 +33,7 @@ OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": FOUR, "source": ["1+1="]}, BadInput, r"write wb\.open\(\.\.\., prompts=\.\.\.\)"),
     ({"models": FOUR, "dataset": ["1+1="]}, BadInput, r"write wb\.open\(\.\.\., prompts=\.\.\.\)"),
     ({"models": FOUR, "max_completion_length": 8}, BadInput, r"write wb\.Sampling\(max_new_tokens=\.\.\.\)"),
-    ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
+    ({"models": {"reward": vowels}}, BadInput, "without a model.*declare an actor"),
     ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
     ({"models": TINY}, BadInput, "must map roles to models"),
     ({"device": "cuda"}, BadInput, "torch finds no GPU"),
@@ -222,7 +222,7 @@ def test_rows_are_counted_before_anything_runs(lab: wb.Workbench, tmp_path: Path
     datasets = pytest.importorskip("datasets")
     held = datasets.Dataset.from_dict({"prompt": ["1+1="]})
     splits = datasets.DatasetDict(train=held, test=held)  # as `load_dataset` without `split=` gives them
-    with expect_error(BadInput, value="of the splits train, test", remedy=r"write prompts=data\['train'\]"):
+    with expect_error(BadInput, rule="it holds the splits 'train', 'test'", remedy=r"data\['train'\]"):
         tiny_lab("wrong", tmp_path, backend="inline", prompts=splits)
     with tiny_lab("right", tmp_path, backend="inline", models={"actor": TINY}, prompts={"source": held}) as right:
         assert right.prompts.next(1).rows == 1

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -21,7 +22,7 @@ from pydantic import Field
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.display.headlines import headlines
-from workbench.display.progress import Iterations
+from workbench.display.progress import Iterations, Progress
 from workbench.errors import BadInput, NameTaken, StageInterrupted
 from workbench.support.validation import Rule
 from workbench.telemetry import TelemetryStore
@@ -223,14 +224,16 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_line_says_how_far_the_loop_is() -> None:
+def test_on_a_terminal_a_line_says_how_far_the_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, now_s = _Terminal(), 0.0
-    with Iterations("PPO", 3, stream=terminal, clock=lambda: now_s) as shown:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("workbench.display.progress.time", SimpleNamespace(monotonic=lambda: now_s))
+    with Iterations("PPO", 3) as shown:
         assert terminal.getvalue() == "\rPPO  0/3\x1b[K"
         now_s = 10.0
         shown.done({"compute_reward/rewards/mean": 0.42, "compute_advantages/reference_kl": 0.0125, "other/loss": 1})
         assert terminal.getvalue().endswith("\rPPO  1/3  ~20 s left  reward 0.42  KL 0.0125\x1b[K")
-        with wb_stage(terminal) as bar:
+        with Progress("update_actor", after_s=-1) as bar:
             bar.update(1, 4)
             assert "KL 0.0125  update_actor  1/4 micro-batches" in terminal.getvalue()
         with shown.aside():
@@ -238,12 +241,6 @@ def test_on_a_terminal_a_line_says_how_far_the_loop_is() -> None:
     assert terminal.getvalue().endswith("\r\x1b[KPPO  1/3  ~20 s left  reward 0.42  KL 0.0125\n")
     assert headlines({"update_sft/first_minibatch/loss": 1.0, "update_sft/loss": 2.0}) == "loss 2"
     assert headlines({"other/loops": 1.0}) == ""
-
-
-def wb_stage(terminal: io.StringIO) -> Any:
-    from workbench.display import Progress
-
-    return Progress("update_actor", after_s=-1, stream=terminal)
 
 
 SCRIPT = '''

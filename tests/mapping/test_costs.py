@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
@@ -16,7 +16,7 @@ from benchmarks.mapping_products import TABLE, off
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.mapping import Constants, Hardware, Workload, search
-from workbench.mapping.costs import NAMES, CostModel, Sample, Terms, fit, received_bytes, spread
+from workbench.mapping.costs import CostModel, Sample, Terms, fit, received_bytes, spread
 from workbench.mapping.hardware import PRESETS, TILES, ProductRates
 from workbench.mapping.probe import fitted_rates
 from workbench.mapping.workload import config_of, role_models
@@ -121,6 +121,9 @@ def test_bytes_of_a_transition_are_those_of_the_planner(tiny: RoleModel) -> None
             if strategy == "hybridflow" and (layout.p, layout.t) == (layout.p_g, layout.t_g):
                 assert planned == 0
             assert received_bytes(tiny, layout, strategy) == planned
+
+
+NAMES = [field.name for field in fields(Terms)]
 
 
 def test_constants_are_found_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.training_ranks import CPU, everyone, settings
+from tests.engines.training_ranks import CPU, replicas, settings
 from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.engines.training.torch_engine import TorchEngine
@@ -29,7 +29,7 @@ def adapted(name: str, lora: LoRA | None = None, *, seed: int = 0, moved: bool =
     """A model with an adapter that changes what it computes; without `moved` one that was just made."""
     model = load_causal_lm(name)
     add_lora(model, lora or LoRA(rank=3, alpha=7), seed)
-    engine = TorchEngine(TokenLogProbs(model), settings("torch"), everyone(), device=CPU, dtype=torch.float32)
+    engine = TorchEngine(TokenLogProbs(model), settings("torch"), replicas(), device=CPU, dtype=torch.float32)
     if moved:
         generator = torch.Generator().manual_seed(1)
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -90,7 +90,7 @@ def test_without_its_adapter_a_model_is_what_it_was() -> None:
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     before = log_probs(engine)
     never = load_causal_lm("tiny-llama")
-    expected = log_probs(TorchEngine(TokenLogProbs(never), None, everyone(), device=CPU, dtype=torch.float32))
+    expected = log_probs(TorchEngine(TokenLogProbs(never), None, replicas(), device=CPU, dtype=torch.float32))
 
     def fail_without() -> None:
         with without_adapter(model):
@@ -119,7 +119,7 @@ def test_an_adapter_comes_from_its_seed_alone() -> None:
 def test_only_the_adapter_is_stored_in_fp32_and_kept_in_a_state() -> None:
     model = load_causal_lm("tiny-llama")
     add_lora(model, LoRA(rank=3), 0)
-    engine = TorchEngine(TokenLogProbs(model), settings("torch"), everyone(), device=CPU, dtype=torch.bfloat16)
+    engine = TorchEngine(TokenLogProbs(model), settings("torch"), replicas(), device=CPU, dtype=torch.bfloat16)
     stored = {p.requires_grad: p.dtype for p in engine.module.parameters()}
     assert stored == {True: torch.float32, False: torch.bfloat16}
     state = engine.state_dict()

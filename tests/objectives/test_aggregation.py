@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.expected import expect_error
 from workbench.errors import BadInput
-from workbench.objectives.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
+from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 
 LONGEST = 16
-every_mode = pytest.mark.parametrize("how", AGGREGATIONS)
+every_mode = pytest.mark.parametrize("how", get_args(Aggregation))
 
 
 def minibatch(seed: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +44,7 @@ def test_by_hand() -> None:
         "sequence-mean-token-sum": (2.0, 5.0),
         "fixed-length": (10.0, 1.0),
     }
-    for how in AGGREGATIONS:
+    for how in get_args(Aggregation):
         whole = denominator(mask, how, max_response_tokens=5)
         assert (whole.item(), aggregate(x, mask, how, whole).item()) == expected[how]
         assert aggregate(x, mask, how, whole.item()).item() == expected[how][1]
@@ -103,14 +105,8 @@ def test_single_precision_stays_single_whatever_the_denominator() -> None:
 
 def test_bad_input() -> None:
     x, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    with expect_error(BadInput, rule="fixed-length"):
-        denominator(mask, "fixed-length")
-    with expect_error(BadInput, value="max_response_tokens=0"):
-        denominator(mask, "fixed-length", 0)
     for call in (lambda: denominator(mask, "mean"), lambda: aggregate(x, mask, "mean", 1.0)):  # type: ignore[arg-type]
         with expect_error(BadInput, value="how='mean'"):
             call()
     with expect_error(BadInput, value=r"mask_BT has shape \[2, 3\], x_BT has shape \[2, 1\]"):
         aggregate(x[:, :1], mask, "token-mean", 1.0)
-    with expect_error(BadInput, rule="rows, response tokens"):
-        denominator(mask[0], "token-mean")

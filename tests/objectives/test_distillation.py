@@ -81,10 +81,6 @@ def test_the_teacher_gets_no_gradient_and_half_precision_is_computed_in_full() -
     assert teacher.grad is None and student.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("student", "beta", "message"),
-    [(STUDENT[:, :3], 1.0, r"student_NK has shape \[5, 3\]"), (STUDENT, 1.5, r"beta=1\.5"), (STUDENT, -0.1, "beta")],
-)
-def test_what_cannot_be_is_refused(student: Tensor, beta: float, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        divergence(TEACHER, student, beta)
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"student_NK has shape \[5, 3\]"):
+        divergence(TEACHER, STUDENT[:, :3])

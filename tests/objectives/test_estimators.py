@@ -76,8 +76,6 @@ class TestTokenRewards:
     def test_without_reference(self) -> None:
         rewards = token_rewards(torch.tensor([10.0, -4.0]), self.log_prob, None, self.mask, beta=0.0)
         assert rewards.tolist() == [[0.0, 10.0, 0.0], [0.0, 0.0, -4.0]]
-        with expect_error(BadInput, rule="reference"):
-            token_rewards(torch.tensor([10.0, -4.0]), self.log_prob, None, self.mask, beta=0.1)
 
     def test_row_without_valid_tokens_gets_nothing(self) -> None:
         mask = torch.tensor([[False] * 3, [True, False, False]])
@@ -151,12 +149,6 @@ class TestGAE:
             gae(x, torch.zeros(2, 4), mask, 1.0, 1.0)
         with expect_error(BadInput, value=r"bootstrap_B has shape \[3\]"):
             gae(x, x, mask, 1.0, 1.0, torch.zeros(3))
-        with expect_error(BadInput, value=r"gamma=1\.1"):
-            gae(x, x, mask, 1.1, 1.0)
-        with expect_error(BadInput, value="lam=-1"):
-            gae(x, x, mask, 1.0, -1.0)
-        with expect_error(BadInput, value=r"mask_BT has shape \[3\]"):
-            gae(x[0], x[0], mask[0], 1.0, 1.0)
 
 
 def test_reward_to_go_by_hand() -> None:
@@ -199,8 +191,6 @@ class TestWhiten:
             torch.testing.assert_close(whiten(x, mask, moments(x, mask)), torch.zeros_like(x))
 
     def test_bad_input(self) -> None:
-        with expect_error(BadInput, value="moments has shape"):
-            whiten(torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2))
         with expect_error(BadInput, value="mask_BT has shape"):
             moments(torch.zeros(2, 3), torch.ones(2, 1))
 
@@ -232,8 +222,6 @@ class TestReinforce:
         x = torch.zeros(2, 3)
         with expect_error(BadInput, value=r"baseline_B has shape \[3\]"):
             reinforce(x, x, 1.0, torch.zeros(3))
-        with expect_error(BadInput, value="gamma=2"):
-            reinforce(x, x, 2.0, torch.zeros(2))
 
     def test_without_a_baseline_it_is_the_reward_to_go(self) -> None:
         """REINFORCE++ before whitening, with the token KL in it: its gradient is the true one."""
@@ -253,8 +241,3 @@ class TestOverlongPenalty:
     def test_by_hand(self) -> None:
         lengths = torch.tensor([1, 16, 17, 18, 20, 21])
         assert overlong_penalty(lengths, longest=20, buffer=4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-
-    def test_bad_input(self) -> None:
-        for buffer in (0, 21):
-            with pytest.raises(BadInput, match=f"buffer={buffer}"):
-                overlong_penalty(torch.ones(1), 20, buffer)

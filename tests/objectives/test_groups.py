@@ -67,10 +67,6 @@ class TestGroups:
         for advantage in (grpo, rloo):
             with expect_error(BadInput, value=r"scores_N has shape \[3\], group_N has shape \[2\]"):
                 advantage(torch.zeros(3), torch.zeros(2, dtype=torch.long))
-            with expect_error(BadInput, rule="integer"):
-                advantage(torch.zeros(3), torch.zeros(3))
-            with expect_error(BadInput, rule="one score a sample"):
-                advantage(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.long))
 
     def test_group_mean_and_variance_by_hand(self) -> None:
         assert group_mean(self.scores, self.group).tolist() == pytest.approx([2, 6, 2, 6, 0.1, 0.1, 0.1, 2])
@@ -119,8 +115,6 @@ class TestOffPolicyBaseline:
         ones, group = torch.ones(3), torch.zeros(3, dtype=torch.int64)
         with expect_error(BadInput, value="norm2_N has shape"):
             off_policy_baseline(ones, group, ones, torch.ones(2))
-        with expect_error(BadInput, rule="squared norms"):
-            off_policy_baseline(ones, group, ones, -ones)
 
 
 class TestSteps:
@@ -140,9 +134,5 @@ class TestSteps:
         assert process_advantages(normal_S, self.ends_BT).tolist() == expected
 
     def test_wrong_shapes(self) -> None:
-        with expect_error(BadInput, rule="must be of 3 steps"):
-            process_advantages(torch.zeros(2), self.ends_BT)
         with expect_error(BadInput, value="shape"):
             step_scores(self.rewards_BT[:2], self.ends_BT)
-        with expect_error(BadInput, value=r"shape \[\]", rule=r"must be \[rows, tokens\]"):
-            step_scores(torch.tensor(1.0), torch.tensor(1.0))

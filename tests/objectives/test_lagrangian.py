@@ -42,10 +42,7 @@ class TestLagrangian:
         )
         torch.testing.assert_close(expected_policy_gradient(combined, actions, logits), truth)
 
-    @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
-    def test_bad_input(self, multiplier: float) -> None:
-        with expect_error(BadInput, value="multiplier="):
-            lagrangian(torch.zeros(1, 1), torch.zeros(1, 1), multiplier)
+    def test_bad_input(self) -> None:
         with expect_error(BadInput, value="cost_advantages_BT has shape"):
             lagrangian(torch.zeros(1, 2), torch.zeros(1, 1), 1.0)
 
@@ -95,9 +92,3 @@ class TestDualStep:
     def test_bad_input(self) -> None:
         with expect_error(BadInput, value="mean_cost=nan"):
             dual_step(1.0, math.nan, 0.0, 0.1, (0.1, 10.0))
-        with expect_error(BadInput, value="multiplier=20"):
-            dual_step(20.0, 0.0, 0.0, 0.1, (0.1, 10.0))
-        with expect_error(BadInput, rule="must be above 0"):
-            dual_step(1.0, 0.0, 0.0, 0.1, (0.0, 10.0))
-        with expect_error(BadInput, value="bounds"):
-            dual_step(1.0, 0.0, 0.0, 0.1, (2.0, 1.0))

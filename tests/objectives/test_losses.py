@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.expected import expect_error
 from workbench.errors import BadInput
-from workbench.objectives.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
+from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.objectives.losses import (
     PolicyLoss,
     cispo_loss,
@@ -77,9 +78,6 @@ class TestPPO:
         x = torch.zeros(2, 3)
         with expect_error(BadInput, value=r"log_prob_BT has shape \[2, 3\], advantages_BT has shape \[2\]"):
             ppo_loss(x, x, torch.zeros(2))
-        for options in ({"clip_low": 1.5}, {"clip_high": -0.1}, {"dual_clip": 0.5}):
-            with pytest.raises(BadInput, match=next(iter(options))):
-                ppo_loss(x, x, x, **options)
 
 
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
@@ -98,7 +96,7 @@ class TestGSPO:
         torch.testing.assert_close(loss[1], torch.tensor([-2 * math.exp(-0.2)] * 3))
         assert stats.clipped_BT[:, :2].tolist() == [[True, True], [False, False]]
 
-    @pytest.mark.parametrize("how", AGGREGATIONS)
+    @pytest.mark.parametrize("how", get_args(Aggregation))
     def test_with_one_advantage_a_sequence_it_is_the_plain_form(self, how: Aggregation) -> None:
         """Value and gradient of min(s A, clip(s) A), where s is differentiated itself, under every aggregation."""
         log_prob, old = normal(4, 5, seed=0, scale=0.3).requires_grad_(), normal(4, 5, seed=1, scale=0.3)
@@ -157,13 +155,6 @@ class TestSAPO:
         torch.testing.assert_close(slope[0], by_hand, rtol=1e-6, atol=0)
         assert not stats.clipped_BT.any() and torch.allclose(stats.ratio_BT[0].float(), ratio[0])
 
-    def test_it_has_no_clip(self) -> None:
-        x = torch.zeros(2, 3)
-        with expect_error(BadInput, value=r"clip_low=0\.2 with loss='sapo'"):
-            policy_loss("sapo", x, x, x, x, clip_low=0.2)
-        with expect_error(BadInput, value="temperature_positive=0"):
-            sapo_loss(x, x, x, 0.0)
-
 
 class TestPolicyLoss:
     @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "sapo"])
@@ -179,14 +170,10 @@ class TestPolicyLoss:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with expect_error(BadInput, value=r"dual_clip=3\.0 with loss='gspo'"):
-            policy_loss("gspo", x, x, x, x, dual_clip=3.0)
         with expect_error(BadInput, value="loss='trpo'"):
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
         with expect_error(BadInput, value="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))
-        with expect_error(BadInput, value="clip_high=-1"):
-            cispo_loss(x, x, x, 0.2, -1.0)
 
 
 class TestValueLoss:
@@ -232,5 +219,3 @@ class TestValueLoss:
         x = torch.zeros(2, 3)
         with expect_error(BadInput, value="returns_BT has shape"):
             value_loss(x, x, torch.zeros(2, 1))
-        with expect_error(BadInput, value="clip=-1"):
-            value_loss(x, x, x, clip=-1.0)

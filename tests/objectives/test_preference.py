@@ -171,10 +171,8 @@ def test_the_reference_gets_no_gradient_and_half_precision_is_computed_in_full()
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: pairwise_loss(draw(2), draw(3)), r"chosen_P has shape \[2\], rejected_P has shape \[3\]"),
     (lambda: dpo_loss(draw(2), draw(2), draw(2), draw(1)), "ref_rejected_P"),
-    (lambda: dpo_loss(draw(2), draw(2), draw(2), draw(2), beta=-1.0), "beta=-1.0"),
     (lambda: ipo_loss(draw(2), draw(2), draw(2), draw(2), torch.ones(2), torch.ones(3)), "rejected_tokens_P"),
-    (lambda: ipo_loss(draw(2), draw(2), draw(2), draw(2), torch.ones(2), torch.ones(2), beta=0.0), r"beta=0\.0"),
-    (lambda: kto_loss(draw(2), draw(2), torch.ones(2), kl=-0.1), r"kl=-0\.1"),
+    (lambda: kto_loss(draw(2), draw(1), torch.ones(2), kl=0.1), "ref_log_prob_B"),
 ]
 
 

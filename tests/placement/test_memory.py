@@ -14,7 +14,7 @@ import workbench as wb
 from benchmarks.memory import Case
 from benchmarks.memory import measured as measured_passes
 from tests.cases import rollouts, tiny_lab, train_on
-from tests.engines.training_ranks import everyone, run_ranks
+from tests.engines.training_ranks import replicas, run_ranks
 from tests.expected import expect_error
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
 from workbench.backends.hosts import Hosts
@@ -87,7 +87,7 @@ def test_activations_are_bounded_and_not_by_far(dtype: torch.dtype, recomputed: 
 
     settings = Training(engine="torch", micro_batch_tokens=512, activation_checkpointing=recomputed)
     module = TokenLogProbs(LlamaForCausalLM(config_of()).eval(), micro_batch_tokens=512)
-    engine = TorchEngine(module, settings, everyone(), device=torch.device("cpu"), dtype=dtype)
+    engine = TorchEngine(module, settings, replicas(), device=torch.device("cpu"), dtype=dtype)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 

@@ -49,7 +49,7 @@ def patched_syncs(plan: Any, weights: ModelWeights, config: Any, before: Held, t
             exchange.begin(keeps=True)
             given = dict(transition.weights(local, torch.bfloat16))
             moved, of = exchange.received_bytes - moved, exchange.whole_bytes - of
-            messages, arrival = books.recorder.drain()[1], transition.arrival()
+            messages, arrival = books.recorder.drain()[1], transition.engine.arrival()
             if arrival.differ or arrival.sent != arrival.received:
                 wrong.append(f"version {version}: checksums {arrival}")
             for weight in weights:

@@ -115,7 +115,7 @@ def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> Non
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (lambda batch: batch.df(["rewards"]), r"put\(DataFrame\).*dict of columns.*tolist"),
+        (lambda batch: batch.df(["rewards"]), r"put\(<DataFrame>\).*dict of columns.*tolist"),
         (lambda batch: {"a": torch.tensor(3.0)}, "column 'a' is a tensor without axes"),
         (lambda batch: {"a": torch.zeros(3).numpy()}, "column 'a' is a ndarray.*from_numpy"),
         (lambda batch: 7, r"put\(7\)"),

@@ -35,14 +35,6 @@ def test_what_a_link_names_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
-def test_a_size_is_a_limit(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 101)
-    with expect_error(BadInput, value="has 101 bytes, more than 100"):
-        files.read_bytes(path, limit=100)
-    assert len(files.read_bytes(path, limit=101)) == 101
-
-
 NO_PATHS = [5, None, b"x", "", "a\0b", "x" * 256, "é" * 200, "/x" * 3000, "\ud800", "~nosuchuser/x", ["x"], 1.5, True]
 
 

@@ -83,8 +83,6 @@ def test_its_buttons_do_what_the_chat_does(view: ConversationView) -> None:
         assert view.lab.weights["actor"].steps == steps + 1
     press(view, "back")
     assert chat.here is None
-    with expect_error(BadInput, value="back from the beginning"):
-        view.act("back", {})
     with expect_error(BadInput, value="continuations='x'"):
         view.act("continuations", {"value": "x"})
 

@@ -149,8 +149,6 @@ def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:
     for wrong in ("0", "99", "", "x"):
         with expect_error(BadInput, rule="iterations go from 1 to"):
             view.on_iteration(wrong)
-    with expect_error(BadInput, rule="at least 0 and below 1"):
-        view.on_smooth("1")
 
 
 def test_what_metrics_are_counted_in() -> None:

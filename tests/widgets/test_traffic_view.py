@@ -83,8 +83,8 @@ def test_strategies_beside_what_was_measured(tmp_path: Path) -> None:
         view = lab.panel("traffic").views["traffic"]
         view.act("kind", {"value": "weights"})
         assert "hybridflow (in use)" in view.picture()
-        made = lab.history._planned[1]["sync_plans"]
+        made = lab.history._planned[1]
         lab.sync_plans()
-        assert lab.history._planned[1]["sync_plans"] is made  # and made again where the actor stands otherwise
+        assert lab.history._planned[1] is made  # and made again where the actor stands otherwise
         lab.actor.relayout((1, 1, 2))
         assert not len(lab.sync_plans())

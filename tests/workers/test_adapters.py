@@ -144,9 +144,9 @@ def test_vllm_holds_the_adapter_beside_the_model(
         # an adapter that does not arrive whole is seen, however small it is
         give = vllm_engine.give_adapter
 
-        def rounded(runner: Any, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        def rounded(runner: Any, tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
             name = next(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
-            give(runner, {**tensors, name: torch.zeros_like(tensors[name])}, *rest)
+            return give(runner, {**tensors, name: torch.zeros_like(tensors[name])}, *rest)
 
         monkeypatch.setattr(vllm_engine, "give_adapter", rounded)
         lab.actor.update_actor(batch)

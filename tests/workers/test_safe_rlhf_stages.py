@@ -128,7 +128,7 @@ def test_what_is_missing_is_named(lab: wb.Workbench, scored: wb.Batch) -> None:
     with expect_error(BadInput, value="without cost and cost_critic"):
         wb.SafeRLHF(_Without(lab, "cost", "cost_critic"))  # type: ignore[arg-type]
     settings: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"multiplier": 0.1, "multiplier_bounds": (1.0, 0.1)}, "multiplier_bounds=.*two numbers"),
+        ({"multiplier": 0.1, "multiplier_bounds": (1.0, 0.1)}, r"multiplier=0\.1.*within multiplier_bounds"),
         ({"multiplier_bounds": ("a", "b")}, "multiplier_bounds=.*two numbers"),
         ({"multiplier_bounds": (0.01, math.inf)}, "multiplier_bounds=.*infinity"),
         ({"multiplier": 11.0}, r"SafeRLHF\.multiplier=11\.0.*within multiplier_bounds"),

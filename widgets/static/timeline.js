@@ -316,7 +316,6 @@ export function mountTimeline(area, send) {
       replace(details, data.details);
       replace(times, data.times);
       root.dataset.spans = data.spans;
-      root.dataset.paintedAt = performance.timeOrigin + performance.now();
     },
     end: () => size.disconnect(),
   };

@@ -42,18 +42,15 @@ def stages_up_to_generation(graph: Graph) -> tuple[Stage, ...]:
 
 def check_can_run_ahead(graph: Graph) -> None:
     """Raise `BadInput` if this graph cannot generate for an iteration before the current iteration has ended."""
-    rule = "before generation, only lab.prompts.next, as the first stage, and stages that update nothing are allowed"
-    first, *others = stages_up_to_generation(graph) or (None,)
-    wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
-    if first is None:
-        reason = "none of its stages generates"
-    elif first.role != "prompts" or first.function is not None or first is not graph.stages[0]:
-        reason = f"here the first stage is {graph.stages[0].name!r}"
-    elif wrong:
-        reason = f"here {wrong[0]!r} comes before it"
-    else:
-        return
-    raise BadInput(f"{graph.title} with staleness", f"{rule}; {reason}", "leave staleness out")
+    first, *others = stages_up_to_generation(graph) or graph.stages[:1]
+    draws = first.role == "prompts" and first.function is None and first is graph.stages[0]
+    if not draws or not others or any(stage.updates or stage.role == "prompts" for stage in others):
+        raise BadInput(
+            f"{graph.title} with staleness",
+            "before generation, only lab.prompts.next, as the first stage, and stages that update nothing are allowed; "
+            f"here: {', '.join(graph.names)}",
+            "leave staleness out",
+        )
 
 
 @contextmanager

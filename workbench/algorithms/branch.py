@@ -20,7 +20,6 @@ from workbench.display.curves import STROKES, Chart, Charted, Curve
 from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
-from workbench.errors.plain_text import shown
 from workbench.support.replaced import replaced
 from workbench.support.validation import Rule
 
@@ -62,10 +61,8 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
             there[stage.name] = any(there[consumer.name] for consumer in graph.consumers(stage.name))
         else:
             code = "" if stage.samples else stage.code  # all arms share the rollouts, however these were generated
-            right = ("", code) if code else None
-            there[stage.name] = bool(columns) and all(
-                c is not None and (right is None or c.made_with in right) for c in columns
-            )
+            made = [c is not None and (not code or c.made_with in ("", code)) for c in columns]
+            there[stage.name] = bool(made) and all(made)
     edges, todo = graph.edges(), set[str]()
     for stage in graph.stages:
         if not there[stage.name] or edges[stage.name] & todo:
@@ -77,12 +74,11 @@ def _as_given(graph: Graph, batch: Batch) -> Graph:
     """Set on_policy=False in updates if the batch has `old_log_prob`, which may come from older weights."""
     if "old_log_prob" not in batch.columns:
         return graph
-    given = {"on_policy": False}
-    stages = (
-        replace(stage, kwargs={**stage.kwargs, **given}) if stage.kwargs.get("on_policy") else stage
+    stages = tuple(
+        replace(stage, kwargs={**stage.kwargs, "on_policy": False}) if stage.kwargs.get("on_policy") else stage
         for stage in graph.stages
     )
-    return Graph(graph.title, tuple(stages))
+    return Graph(graph.title, stages)
 
 
 @stoppable("lab.compare()", ("the system is as before", "run the same call again"))
@@ -94,9 +90,6 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     """
     runner, plans = lab.runner, {}
     for name, algorithm in arms.items():
-        if algorithm.lab is not lab:
-            rule = "an arm is an algorithm on this workbench"
-            raise BadInput(f"arm {name!r}: {shown(algorithm)}", rule, "wb.PPO(lab)")
         with _named(name):
             graph = _as_given(algorithm.graph(), batch)
         todo = downstream(graph, batch)
@@ -104,8 +97,6 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
             remedy = "give a batch of lab.prompts.next(n)"
             raise BadInput(f"arm {name!r} on {batch!r}", "an arm draws no prompts: the batch must have them", remedy)
         plans[name] = (graph, todo)
-    if not plans:
-        raise BadInput("no arms", "give at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
     counters, done, put_back_prompts = runner.counters, list[Arm](), lab.prompts.snapshot()
 

@@ -10,6 +10,7 @@ An algorithm's `run(n, staleness=k)` generates up to k iterations ahead and draw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     Priority = Callable[[pd.DataFrame], Any]
 
 
-@checks_calls("lab.buffer", internal="age choose count forget_unmade load part_paused put_back state take_out")
+@checks_calls("lab.buffer", internal="choose count forget_unmade load part_paused state take_out")
 class Buffer:
     """`lab.buffer`: groups of rollouts, oldest first. A group is the responses to one prompt.
 
@@ -58,17 +59,11 @@ class Buffer:
     def add(self, batch: Batch) -> None:
         """Put a batch with `response_ids` and `prompt_uid` into the buffer, for `draw`; other batches raise
         `UnknownColumn`. An algorithm's `run` does not draw it: it draws only rollouts that `run` or `draw_ahead` made.
+        Groups with a paused response are not drawn.
         """
         batch.need(("prompt_uid", "response_ids"), "lab.buffer.add")
         iteration = int(batch.meta.get("iteration", self._counters.iteration))
-        found = WaitingRollouts(iteration=iteration, made={"added": batch})
-        if found.paused:
-            raise BadInput(
-                f"lab.buffer.add({batch.id}): {len(found.paused)} groups have paused responses",
-                "the buffer returns groups as they were added, and does not continue their responses",
-                "finish them first: lab.actor.generate_sequences(batch, resume=True)",
-            )
-        self.waiting.append(found)
+        self.waiting.append(WaitingRollouts(iteration=iteration, made={"added": batch}))
 
     # --- draws --------------------------------------------------------------------------------------------------------
 
@@ -103,7 +98,7 @@ class Buffer:
         if not keep:
             self.take_out(chosen)
         for one, uids in chosen if keep else ():
-            one.draw_counts[slice(None) if uids is None else np.isin(one.rows["prompt_uid"], uids)] += 1
+            one.draw_counts[np.isin(one.rows["prompt_uid"], uids)] += 1
         return found.rollouts
 
     def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
@@ -115,11 +110,11 @@ class Buffer:
             raise BadInput(
                 f"lab.buffer.draw({groups})", f"{there} groups wait{paused}", "generate first, or draw fewer"
             )
-        if self.priority is None and fitting[0].group_count == groups:
-            return [(fitting[0], None)]
-        places = [(found, uid) for found in fitting for uid in found.versions()]
-        order = np.arange(len(places))
-        if self.priority is not None:
+        every = ((found, uid) for found in fitting for uid in found.versions())
+        if self.priority is None:
+            places = list(islice(every, groups))  # no more: others may still be under way, and would be waited for
+        else:
+            places = list(every)
             frame = self._frame(fitting)
             try:
                 given = self.priority(frame)
@@ -137,24 +132,20 @@ class Buffer:
                     f"lab.buffer.priority gave {shown(given)}", f"must return one number a group, {len(places)} in all",
                     "return a column of its frame, such as groups.reward.fillna(0)",
                 )  # fmt: skip
-            order = np.argsort(-numbers, kind="stable")
+            places = [places[place] for place in sorted(np.argsort(-numbers, kind="stable")[:groups].tolist())]
         chosen = dict[int, tuple[WaitingRollouts, list[int]]]()
-        for found, uid in (places[place] for place in sorted(order[:groups].tolist())):
+        for found, uid in places:
             chosen.setdefault(id(found), (found, []))[1].append(uid)
-        return [(found, None if len(uids) == len(found.versions()) else uids) for found, uids in chosen.values()]
+        return list(chosen.values())
 
     def take_out(self, chosen: Chosen) -> list[WaitingRollouts]:
         """Take groups out of the buffer and return them."""
-        taken = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
+        taken = [found.with_groups(uids) for found, uids in chosen]
         for found, uids in chosen:
             place = next(n for n, other in enumerate(self.waiting) if other is found)
-            left = [] if uids is None else [uid for uid in found.versions() if uid not in uids]
+            left = [uid for uid in found.versions() if uid not in uids]
             self.waiting[place : place + 1] = [found.with_groups(left)] if left else []
         return taken
-
-    def put_back(self, taken: Sequence[WaitingRollouts]) -> None:
-        """Put groups that `take_out` returned back into the buffer, in front of all others."""
-        self.waiting[:0] = taken
 
     def part_paused(self, stages: Sequence[str], generated_before: int | None = None) -> list[WaitingRollouts]:
         """Split complete groups made by these stages from groups with a paused response, and return the latter.
@@ -165,7 +156,7 @@ class Buffer:
             if mine and found.paused:
                 others = [uid for uid in found.versions() if uid not in found.paused]
                 waiting += [found.with_groups(others)] if others else []
-                found = found.with_groups(found.paused) if others else found
+                found = found.with_groups(found.paused)
                 paused.append(found)
             waiting.append(found)
         self.waiting = waiting
@@ -188,7 +179,7 @@ class Buffer:
         older than the actor's weights; None: all."""
         kept, most = list[WaitingRollouts](), -1 if older_than is None else older_than
         for found in self.waiting if older_than is not None else ():
-            if not found.whole or self.age(found) <= most:
+            if not found.whole or self._steps_since(found.version) <= most:
                 kept.append(found)
             elif "token_versions" in found.rollouts.names:  # the groups may come from different weights
                 young = [uid for uid, version in found.versions().items() if self._steps_since(version) <= most]
@@ -200,15 +191,14 @@ class Buffer:
     def forget_unmade(self) -> None:
         """Remove batches that will never be made, because their stage was stopped or failed."""
         for found in self.waiting:
-            found.forget_unmade()
+            for batch in found.made.values():
+                batch.settle(wait=False)
+            found.made = {stage: batch for stage, batch in found.made.items() if not batch.pending}
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def age(self, found: WaitingRollouts) -> int:
-        """The actor's optimizer steps since the weights that generated `found`; 0 if these weights are not known."""
-        return self._steps_since(found.version)
-
     def _steps_since(self, version: int) -> int:
+        """The actor's optimizer steps since these weights; 0 if they are not known."""
         actor = self._counters.weights.get("actor")
         return 0 if actor is None or version == UNKNOWN else actor.steps - int(version)
 
@@ -247,7 +237,7 @@ class Buffer:
         return self.count()
 
     def __repr__(self) -> str:
-        ages = [self.age(found) for found in self.waiting if found.whole]
+        ages = [self._steps_since(found.version) for found in self.waiting if found.whole]
         if not ages:
             return f"<Buffer: {self.under_way} groups under way>" if self.under_way else "<Buffer: empty>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"

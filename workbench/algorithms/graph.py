@@ -95,10 +95,8 @@ class Stage:
     @property
     def code(self) -> str:
         """A short text that is equal for equal code and arguments; "" unless the stage is an operation of a role."""
-        operation = self.function
-        if not isinstance(operation, GroupOperation):
-            return ""
-        return operation.code(*operation.arguments(self.args, self.kwargs))
+        made = self.function
+        return made.code(*made.arguments(self.args, self.kwargs)) if isinstance(made, GroupOperation) else ""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -119,10 +117,7 @@ class Stage:
         elif self.function is None:
             signature, batches = inspect.signature(self._method), 1
         else:
-            try:
-                signature, batches = inspect.signature(self.function), len(self.inputs)
-            except (TypeError, ValueError):  # some functions written in C have no signature
-                return []
+            signature, batches = inspect.signature(self.function), len(self.inputs)
         return list(signature.parameters.values())[batches:]
 
     @property
@@ -318,11 +313,8 @@ class Graph:
         if name in self.names:
             raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give another name=")
         new = replace(stage_of(function, name, (before.name,), (), arguments), edited=True)
-        stages: list[Stage] = []
-        for stage in self.stages:
-            stages.append(_rewired(stage, after, name))
-            if stage.name == after:
-                stages.append(new)
+        stages = [_rewired(stage, after, name) for stage in self.stages]
+        stages.insert(self.names.index(after) + 1, new)
         return self.checked(stages)
 
     def removed(self, name: str) -> Graph:
@@ -394,10 +386,7 @@ def stage_of(
 
 def check_takes(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise `BadInput` if the function does not take these arguments."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may pass further arguments
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
+    signature = inspect.signature(function, follow_wrapped=False)  # a decorator may pass further arguments
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

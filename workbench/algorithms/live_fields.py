@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SETTINGS = "settings"  # key in `_kept_fields`: the class of settings that were assigned as a whole
 MAPPING = "mapping"  # key in `_kept_fields`: the values of a mapping that was assigned
 TRACED = "workbench also runs define to find its stages, which would change the value each time"  # about `define`
-_DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
+DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` this thread runs
 
 
 class LiveFields(NamedAttributes):
@@ -62,16 +62,10 @@ class LiveFields(NamedAttributes):
         """Set a field; `BadInput` for a name that is not a field, which no stage would read, and for a value that the
         constructor would refuse."""
         named, title = fields_by_name(self), type(self).__name__
-        rule = f"its fields are {', '.join(named)}"
-        own = getattr(type(self), name, None)
         if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
             remedy = remedy_for(name, named) or f"to add a field, write it in the class: {name}: float = 0.0"
-            raise BadInput(f"{title}.{name} = {shown(value)}", rule, remedy)
-        if name not in named and (
-            (isinstance(own, property) and own.fset is None) or (callable(own) and not callable(value))
-        ):
-            raise BadInput(f"{title}.{name} = {shown(value)}", "it is a part of the algorithm, not a setting", rule)
-        if name in named and _DEFINED.get() is self:
+            raise BadInput(f"{title}.{name} = {shown(value)}", f"its fields are {', '.join(named)}", remedy)
+        if name in named and DEFINED.get() is self:
             raise BadInput(
                 f"{title}.{name} = {shown(value)} in define",
                 TRACED,
@@ -182,15 +176,6 @@ class LiveFields(NamedAttributes):
                 setattr(self, name, value)
             self._changed |= dict.fromkeys(paths)
 
-    @contextmanager
-    def _defining(self) -> Iterator[None]:
-        """Mark this thread as running `define` inside the block, where assignments to fields are refused."""
-        token = _DEFINED.set(self)
-        try:
-            yield
-        finally:
-            _DEFINED.reset(token)
-
     def _quietly(self) -> AbstractContextManager[None]:
         """Treat assignments inside the block as the algorithm's own state, not as changes of settings by the user."""
         return replaced(self, "_live", False)
@@ -223,9 +208,6 @@ class LiveMapping(dict[str, Any]):
     def __ior__(self, other: Any) -> LiveMapping:  # type: ignore[misc, override]
         self.update(other)
         return self
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

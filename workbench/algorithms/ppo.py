@@ -60,7 +60,6 @@ class PPO(RolloutAlgorithm):
                 "an iteration of 5 horizons or more could make the coefficient 0 or negative",
                 "give a larger kl_horizon",
             )
-        self._adapted(self.kl_target)  # raises now if `adaptive_kl_step` would refuse these values later
 
     def define(self, lab: Lab) -> None:
         penalised = bool(self.kl_coefficient or self.kl_target is not None)
@@ -91,7 +90,8 @@ class PPO(RolloutAlgorithm):
     def finish(self, metrics: Mapping[str, float]) -> None:
         """Move the KL coefficient for the next iteration, if there is a KL target."""
         if self.kl_target is not None:
-            self.kl_coefficient = self._adapted(metrics["compute_advantages/reference_kl_per_response"])
+            kl, responses = metrics["compute_advantages/reference_kl_per_response"], self.prompts * self.samples
+            self.kl_coefficient = adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)
 
     def state(self) -> dict[str, Any]:
         return {"kl_coefficient": self.kl_coefficient} if self.kl_target is not None else {}
@@ -99,8 +99,3 @@ class PPO(RolloutAlgorithm):
     @property
     def _with_reference(self) -> bool:
         return bool(self.kl_coefficient or self.kl_target is not None or self.macro_tokens == "perplexity")
-
-    def _adapted(self, kl: float) -> float:
-        assert self.kl_target is not None
-        responses = self.prompts * self.samples
-        return adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)

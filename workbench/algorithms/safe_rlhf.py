@@ -52,8 +52,6 @@ class SafeRLHF(RolloutAlgorithm):
     def __post_init__(self) -> None:
         self.need("critic", *self._penalty_role, "reward", "cost", "cost_critic")
         bounds = self.multiplier_bounds
-        if not bounds[0] <= bounds[1]:
-            raise BadInput(f"SafeRLHF.multiplier_bounds={bounds!r}", TWO_BOUNDS.rule, TWO_BOUNDS.remedy)
         if not bounds[0] <= self.multiplier <= bounds[1]:
             raise BadInput(
                 f"SafeRLHF.multiplier={self.multiplier!r}", f"must lie within multiplier_bounds={tuple(bounds)}"

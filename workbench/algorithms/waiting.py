@@ -111,8 +111,10 @@ class WaitingRollouts:
         return found
 
     def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
-        """Return an entry with the rows of these prompts only, in each batch."""
+        """Return an entry with the rows of these prompts only, in each batch; this entry if it has no others."""
         wanted, made = list(uids), dict[str, Batch]()
+        if wanted == list(self.versions()):
+            return self
         kept = np.flatnonzero(np.isin(self.rows["prompt_uid"], wanted))
         for stage, batch in self.made.items():
             there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
@@ -122,13 +124,6 @@ class WaitingRollouts:
             iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
             times_drawn=self.draw_counts[kept], generated_in=self.generated_in, _rows=rows,
         )  # fmt: skip
-
-    def forget_unmade(self) -> None:
-        """Remove batches that will never be made, because their stage was stopped or failed."""
-        for stage, batch in list(self.made.items()):
-            batch.settle(wait=False)
-            if batch.pending:
-                del self.made[stage]
 
     def state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return this entry as plain values, for checkpoints and for the next kernel. kept: the batches by stage, in
@@ -176,13 +171,13 @@ def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
     return found
 
 
-Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # entries with the uids of chosen prompts; None: all
+Chosen = Sequence[tuple[WaitingRollouts, list[int]]]  # entries with the uids of chosen prompts
 
 
 def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
     """Concatenate the chosen groups, stage by stage, as the batches of one iteration. If different weights generated
     the rows, the meta has each prompt's version, `weights_versions`, and the oldest, `weights_version`."""
-    parts = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
+    parts = [found.with_groups(uids) for found, uids in chosen]
     first = parts[0]
     if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
         return first

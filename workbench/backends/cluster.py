@@ -35,6 +35,7 @@ from workbench.backends.ray_access import (
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home, locked
+from workbench.support.machine import Process
 from workbench.support.process_environment import with_variables
 
 NAMESPACE = "workbench"
@@ -75,14 +76,16 @@ def running_head() -> dict[str, Any] | None:
     where its server of hosts listens, see `host_server`."""
     try:
         head = files.read_json(_head_file())
-        process = psutil.Process(head["pid"])
-        alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
+        return head if _process(head["pid"], head["created"]).alive else None
     except BadInput as error:
         files.tell_once(str(error))
-        return None
-    except (OSError, ValueError, KeyError, psutil.Error):
-        return None
-    return head if alive else None
+    except (OSError, ValueError, KeyError):
+        pass
+    return None
+
+
+def _process(pid: int, created_s: float) -> Process:
+    return Process(machine=socket.gethostname(), pid=pid, created_s=created_s)
 
 
 def _free_port() -> int:
@@ -254,22 +257,21 @@ def _is_requested(ray: Any, address: str | None, head: dict[str, Any] | None) ->
 
     Raises `BadInput` for another cluster: Ray allows one per process, and leaving it would end what runs through it.
     """
-    here = _address(ray)
-    if _joined is None or _joined.address != here:  # the user's own ray.init()
-        fits = address in (None, here)
-    elif _joined.own:
-        if not _own(ray, head):
-            return False
-        fits = address in (None, here)
-    else:
-        fits = address in (_joined.asked, here)
-    if fits:
+    here, ours = _address(ray), _ours(ray)
+    if ours is not None and ours.own and not _own(ray, head):
+        return False
+    if address in (here, None if ours is None or ours.own else ours.asked):
         return True
     raise BadInput(
         f"address={address!r}",
         f"this process is joined to the Ray cluster at {here}, and Ray allows one cluster per process",
         f"restart the kernel, or use address={here!r} for all workbenches of this kernel",
     )
+
+
+def _ours(ray: Any) -> _Joined | None:
+    """Return what `connect` joined; None: the user has joined another cluster since, with `ray.init()`."""
+    return _joined if _joined is not None and _joined.address == _address(ray) else None
 
 
 def _address(ray: Any) -> str:
@@ -297,15 +299,12 @@ def other_clients() -> list[int]:
     """Return the process ids of other notebooks and commands that are joined to this user's head."""
     alive = []
     for note in (home() / "clients").glob("[0-9]*"):
-        try:
-            same = psutil.Process(int(note.name)).create_time() == float(note.read_text())
-        except (psutil.Error, OSError, ValueError):
-            same = False
-        if not same:
-            note.unlink(missing_ok=True)
-        elif int(note.name) != os.getpid():
-            alive.append(int(note.name))
-    return alive
+        with contextlib.suppress(OSError, ValueError):
+            if _process(int(note.name), float(note.read_text())).alive:
+                alive.append(int(note.name))
+                continue
+        note.unlink(missing_ok=True)
+    return [pid for pid in alive if pid != os.getpid()]
 
 
 def stop_idle_head() -> None:
@@ -333,9 +332,7 @@ def stop_head() -> None:
 def _users_own(head: dict[str, Any] | None) -> bool:
     """Whether the user of this process joined `head` with ray.init(): then it must not be stopped here."""
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or not _own(ray, head):
-        return False
-    return _joined is None or _joined.address != _address(ray)
+    return ray is not None and ray.is_initialized() and _own(ray, head) and _ours(ray) is None
 
 
 def _end_head() -> None:
@@ -343,7 +340,7 @@ def _end_head() -> None:
     head = running_head()
     if _joined is not None and _joined.own:
         ray = sys.modules["ray"]
-        if ray.is_initialized() and _address(ray) == _joined.address:
+        if ray.is_initialized() and _ours(ray):
             ray.shutdown()
         _joined = None
     if head is not None:
@@ -355,7 +352,6 @@ def _end_head() -> None:
 
 
 def _end_family(pid: int) -> None:
-    """End a head, and every process under it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
         family = [*top.children(recursive=True), top]

@@ -50,13 +50,12 @@ def on_cluster(address: str | None, device: str) -> list[registry.Record]:
 
 
 def _pids(record: registry.Record) -> set[int]:
-    return {process.pid for process in record.hosts.values() if process.here is not None}
+    return {process.pid for process in record.running}
 
 
 def _workbench(record: registry.Record, gpus: Sequence[Gpu]) -> str:
-    here = [process.here for process in record.hosts.values()]
     on_gpu = _bytes_on(gpus, _pids(record))
-    memory = on_gpu or sum(process.memory_info().rss for process in here if process is not None)
+    memory = on_gpu or sum(process.memory_info().rss for process in record.running)
     places = ", ".join(f"process {process.pid} on {process.machine}" for process in record.hosts.values())
     since = min(process.created_s for process in record.hosts.values())
     owner = registry.owner(record.id)

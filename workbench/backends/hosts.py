@@ -43,18 +43,15 @@ class Hosts:
         self.set_description(description)
 
     def set_description(self, description: Description) -> None:
-        """Switch to another description."""
         self.description = description
         self.infos: Sequence[HostInfo] = description.hosts(self.run_folder)
 
     @property
     def placement(self) -> Placement:
-        """Which roles share which devices."""
         return self.description.placement
 
     @property
     def inline(self) -> bool:
-        """Whether all hosts are in this process."""
         return self.description.backend == "inline"
 
     @property
@@ -73,7 +70,6 @@ class Hosts:
         ]
 
     def place_of(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
-        """Return pool, hosts and layout of a role's workers."""
         pool = self.placement.pool_of(self.description.lead if role == "numeric" else role)
         names = tuple(info.name for info in self.infos if info.pool == pool.name)
         # advantages are reductions over the whole batch, without a model that could be sharded

@@ -129,10 +129,9 @@ class InlineBackend(Backend):
             KERNEL.enter()
         self._in_kernel = True
         with KERNEL.left_as_found():
-            self._hosts = {info.name: Host(info, self) for info in infos}
+            self._hosts = {info.name: Host(info, self.call) for info in infos}
 
     def host(self, name: str) -> Host:
-        """Return one of its hosts, which are in this process."""
         return self._hosts[name]
 
     def check_free(self, pools: Sequence[str], gpus: float) -> None:

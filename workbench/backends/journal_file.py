@@ -60,7 +60,7 @@ def stamp(path: Path) -> Stamp | None:
 def entries(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the entries whose checksum is right, oldest first."""
     try:
-        data = files.read_bytes(path, limit=None)
+        data = files.read_bytes(path)
     except BadInput as error:
         files.tell_once(str(error))
         return

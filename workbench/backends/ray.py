@@ -144,7 +144,7 @@ def _actor_class(ray: Any) -> Any:
 
             if info.log_path:
                 send_output_to(info.log_path)
-            self._host = Host(info, _Peers(info.lab))
+            self._host = Host(info, _Peers(info.lab).call)
             self._host.note_start(asked_s)
             self._driver = ""
 

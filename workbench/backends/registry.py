@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
 from workbench.errors.plain_text import shown
@@ -65,8 +67,12 @@ class Record:
         return False if False in states else None if None in states else True
 
     @property
+    def running(self) -> list[psutil.Process]:
+        """Its processes that run on this machine."""
+        return [here for process in self.hosts.values() if (here := process.here)]
+
+    @property
     def folder(self) -> Path:
-        """The folder of the record."""
         return _folder(self.id)
 
 
@@ -82,7 +88,7 @@ def check_name(name: str) -> str:
 
 
 def write(record: Record, description: Description) -> Record:
-    """Record the present state of a workbench; return the record, with its roles' models. Raises `WriteFailed`."""
+    """Record a workbench; return the record, with its roles' models. Raises `WriteFailed`."""
     files.private_folder(record.folder)
     files.write_bytes(record.folder / "description.pkl", pickles.dumps(description))
     record = replace(record, roles={role: str(model) for role, model in description.models.items()})
@@ -181,7 +187,6 @@ def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
 
 
 def journal(lab: str) -> Iterator[dict[str, Any]]:
-    """Return the entries of the journal, oldest first, without damaged ones."""
     return journal_file.entries(_folder(lab) / JOURNAL)
 
 

@@ -163,10 +163,9 @@ def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
     rule = f"{others} other step(s) failed with other errors" if others else ""
     remedy = f"its output is in {step.host.log_path}" if step.host.log_path else ""
     error: WorkbenchError
-    if isinstance(first, HostDied):
-        error = HostDied(f"{where}: {first.value}", first.rule, remedy)
-    elif isinstance(first, WorkbenchError):
-        error = type(first)(f"{where}: {first.value}", first.rule or rule, first.remedy)
+    if isinstance(first, WorkbenchError):
+        remedy = remedy if isinstance(first, HostDied) else first.remedy
+        error = type(first)(f"{where}: {first.value}", first.rule or rule, remedy)
     else:
         error = StageError(f"{where}: {type(first).__name__}: {first}", rule, remedy)
         for note in getattr(first, "__notes__", ()):

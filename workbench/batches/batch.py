@@ -76,9 +76,7 @@ class Batch(BatchHandle):
                 f"must be one True or False a row, {self.rows} in all",
                 "give a list or an array of them, such as the frame's own `rows.rewards > 0`",
             )
-        if not mask.any():
-            raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
-        return self.take(np.flatnonzero(mask))
+        return self.take(mask)
 
     def split(self, n: PositiveInt) -> list[Batch]:
         """Return n batches of consecutive rows, of nearly equal size."""
@@ -225,8 +223,6 @@ class Batch(BatchHandle):
         for name in columns:
             if name in self.text_names:
                 raise BadInput(f"disagreements of column {name!r}", "it holds text", "name columns of numbers")
-        if columns[0] == columns[1]:
-            raise BadInput(f"disagreements of {one!r} with itself", "it compares two verifiers", "name two columns")
         return disagreements(self, (columns[0], columns[1]), threshold)
 
     def check_beside(self, others: Iterable[Batch], reader: str) -> None:
@@ -241,7 +237,6 @@ class Batch(BatchHandle):
 
 
 def _check_temperatures(batches: Sequence[Batch]) -> None:
-    """Raise `BadInput` if the batches were sampled, or scored, at different temperatures."""
     kinds = {
         "temperature": "sampled", "log_prob_temperature": "scored", "teacher_temperature": "scored by a teacher"
     }  # fmt: skip
@@ -251,7 +246,7 @@ def _check_temperatures(batches: Sequence[Batch]) -> None:
             raise BadInput(
                 f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
                 "all log-probabilities of a batch must be at the same temperature",
-                "keep these batches separate",
+                "keep these batches separate; lab.buffer.clear() throws rollouts that wait in the buffer away",
             )
 
 

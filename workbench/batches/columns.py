@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.batches.location import packed
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 
@@ -67,14 +69,10 @@ class Ragged:
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Ragged:
         """Return the rows with these numbers, in this order; the values of other rows are not touched."""
-        lengths, places = _taken(self.lengths, torch.as_tensor(index, dtype=torch.int64))
+        index = torch.as_tensor(index, dtype=torch.int64)
+        lengths = self.lengths[index]
+        places = _places(torch.cumsum(self.lengths, 0)[index] - lengths, lengths)
         return Ragged(self.values[places.to(self.values.device)], lengths)
-
-
-def _taken(lengths: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lengths of the rows at `index`, and the positions of their values, row after row."""
-    some = lengths[index]
-    return some, _places(torch.cumsum(lengths, 0)[index] - some, some)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -84,6 +82,10 @@ def _places(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 ColumnValues = Tensor | Ragged | list[Any]
+REPEAT_IT = (
+    "to repeat a tensor x [rows] for each token: mask = batch.fetch(['response_mask'])['response_mask']; "
+    "mask.like(torch.repeat_interleave(x, mask.lengths))"
+)
 Table = dict[str, ColumnValues]
 
 
@@ -122,12 +124,8 @@ def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
     """Return a table's column as a Ragged; raise `BadInput` if it is of another kind."""
     column = table[name]
     if not isinstance(column, Ragged):
-        raise BadInput(
-            f"column {name!r} is {kind_of(column)}",
-            "it must be a Ragged, with one number a token of each row",
-            "to repeat a tensor x [rows] for each token: mask = batch.fetch(['response_mask'])['response_mask']; "
-            "mask.like(torch.repeat_interleave(x, mask.lengths))",
-        )
+        rule = "it must be a Ragged, with one number a token of each row"
+        raise BadInput(f"column {name!r} is {kind_of(column)}", rule, REPEAT_IT)
     return column
 
 
@@ -161,28 +159,18 @@ def check_form(name: str, column: object, error: type[WorkbenchError], where: st
 
 def rows_at(table: Mapping[str, ColumnValues], positions: np.ndarray) -> Table:
     """Return the rows at `positions`, in that order. Consecutive rows are returned as a view, without a copy."""
-    if run := _run(positions):
-        return {name: _slice(column, run) for name, column in table.items()}
-    index, taken = _index(positions), dict[int, tuple[Tensor, Tensor]]()  # by id of the lengths, which may be shared
+    if isinstance(run := packed(positions), range):
+        return {name: _slice(column, slice(run.start, run.stop)) for name, column in table.items()}
+    index = _index(positions)
     rows: Table = {}
     for name, column in table.items():
         if isinstance(column, Ragged):
-            if id(column.lengths) not in taken:
-                taken[id(column.lengths)] = _taken(column.lengths, index)
-            lengths, places = taken[id(column.lengths)]
-            rows[name] = Ragged(column.values[places.to(column.values.device)], lengths)
+            rows[name] = column.take(index)
         elif isinstance(column, Tensor):
             rows[name] = column[index.to(column.device)]
         else:
             rows[name] = [column[row] for row in index.tolist()]
     return rows
-
-
-def _run(positions: np.ndarray) -> slice | None:
-    """Return consecutive positions as a slice; None for other positions."""
-    if not len(positions) or not np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
-        return None
-    return slice(int(positions[0]), int(positions[0]) + len(positions))
 
 
 def _index(positions: np.ndarray) -> Tensor:
@@ -211,7 +199,7 @@ def assembled(parts: Sequence[tuple[np.ndarray, Mapping[str, ColumnValues]]]) ->
     """Return one new table of the rows of several tables with the same columns; every value is copied once. parts: for
     each table the row numbers of the result at which its rows go, and the table."""
     places, first = parts[0]
-    if len(parts) == 1 and _run(places):
+    if len(parts) == 1 and isinstance(packed(places), range):
         return own_copy(first)
     rows = [places for places, _ in parts]
     return {name: _assembled(rows, [table[name] for _, table in parts]) for name in first}
@@ -220,11 +208,8 @@ def assembled(parts: Sequence[tuple[np.ndarray, Mapping[str, ColumnValues]]]) ->
 def _assembled(rows: Sequence[np.ndarray], parts: Sequence[Any]) -> ColumnValues:
     total, first = sum(map(len, rows)), parts[0]
     if isinstance(first, list):
-        entries: list[Any] = [None] * total
-        for places, part in zip(rows, parts, strict=True):
-            for place, entry in zip(places.tolist(), part, strict=True):
-                entries[place] = entry
-        return entries
+        entries = dict(zip(np.concatenate(rows).tolist(), chain(*parts), strict=True))
+        return [entries[place] for place in range(total)]
     index = [_index(places) for places in rows]
     if isinstance(first, Tensor):
         return _placed(index, parts, total)

@@ -119,14 +119,13 @@ def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple
     order = np.flatnonzero(valid)[np.argsort(-gap[valid], kind="stable")]
     columns: dict[str, object] = {"row": order}
     said = [n for n in ("prompt", "prompt_ids", "response_ids", "response_mask", "rewards_notes") if n in batch.names]
-    if said:
-        texts = batch.df(said, rows=order)
-        for name, of in (("prompt", "prompt"), ("prompt", "prompt_text"), ("response", "response_text")):
-            if of in texts and name not in columns:
-                columns[name] = texts[of].tolist()
+    texts = batch.df(said, rows=order) if said and len(order) else pd.DataFrame()
+    for name, of in (("prompt", "prompt"), ("prompt", "prompt_text"), ("response", "response_text")):
+        if of in texts and name not in columns:
+            columns[name] = texts[of].tolist()
     columns |= {name: scores[order] for name, scores in zip(names, values, strict=True)}
     columns |= {"gap": gap[order], "agree": (above[0] == above[1])[order]}
-    if "rewards_notes" in said:
+    if "rewards_notes" in texts:
         columns["rewards_notes"] = texts["rewards_notes"].tolist()
     counts = {
         (a, b): int(((above[0] == a) & (above[1] == b) & valid).sum()) for a in (True, False) for b in (True, False)
@@ -153,7 +152,7 @@ def _scores(batch: Batch, name: str) -> np.ndarray:
 
 def _span(scores: np.ndarray) -> tuple[float, float]:
     """Return the range of scores: (0, 1), or (least, greatest) if some score lies outside [0, 1]."""
-    low, high = min(0.0, float(scores.min(initial=0.0))), max(1.0, float(scores.max(initial=1.0)))
+    low, high = float(scores.min(initial=0.0)), float(scores.max(initial=1.0))
     if (low, high) != (0.0, 1.0):
         low, high = float(scores.min()), float(scores.max())
     return low, high if high > low else low + 1.0

@@ -159,7 +159,7 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
     """
     source = files.path_of(path, "path")
     try:
-        files.opened(source, limit=None).close()
+        files.opened(source).close()
     except FileNotFoundError:
         raise BadInput(
             f"no file {str(source)!r}", f"relative paths start at {str(Path.cwd())!r}", "correct the path"

@@ -54,16 +54,13 @@ class BatchHandle(NamedAttributes):
         versions: Iterator[int] | None = None,
         meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        there = [column for column in columns.values() if isinstance(column, Column)]
-        lengths = {len(column.location) for column in there}
-        if len(lengths) > 1:
-            raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns must have equally many rows")
+        locations = {id(c.location): c.location for c in columns.values() if isinstance(c, Column)}
         self.name, self.version, self._meta = name, version, dict(meta)
         self.versions = versions if versions is not None else itertools.count(version + 1)
-        self.rows = lengths.pop() if lengths else rows
+        self.rows = len(next(iter(locations.values()))) if locations else rows
         self._columns = dict(columns)  # from now on, `__setattr__` refuses the names of columns
         self._source, self._counts = source, counts
-        for location in {id(column.location): column.location for column in there}.values():
+        for location in locations.values():
             counts.hold(location)
         for run in self.makers(columns):
             run.dependents.append(weakref.ref(self))
@@ -327,8 +324,8 @@ class BatchHandle(NamedAttributes):
         prompts = self.df([prompt], rows=rows)["prompt" if prompt == "prompt" else "prompt_text"]
         lines = []
         for row, asked in zip(rows, prompts, strict=True):
-            parts = [re.fullmatch(r"(\S+) (.*?): (.*)", line) or line for line in texts[row].splitlines()]
-            said = [(part[1], part[2], part[3]) if isinstance(part, re.Match) else ("", "", part) for part in parts]
+            found = [(line, re.fullmatch(r"(\S+) (.*?): (.*)", line)) for line in texts[row].splitlines()]
+            said = [("", "", line) if match is None else match.groups() for line, match in found]
             stages, functions, errors = (", ".join(dict.fromkeys(column)) for column in zip(*said, strict=True))
             lines.append((row, asked, stages, functions, errors))
         return pd.DataFrame(lines, columns=names)

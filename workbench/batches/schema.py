@@ -98,7 +98,7 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "teacher_log_prob": ColumnSchema(row="tokens"),
         "teacher_tail_log_prob": _TOKEN_NUMBER,
         "mismatched_ids": _ids(follows=("prompt_ids",), empty=False),
-        "desirable": ColumnSchema(holds="zeros and ones", least=0, most=1),
+        "desirable": _FLAG,
         "chosen_rewards": _NUMBER,
         "rejected_rewards": _NUMBER,
         "chosen_costs": _NUMBER,

@@ -1,18 +1,14 @@
-"""Checks a batch against the schema of its columns, once when it enters a stage, before any work.
-
-It reads numbers that lie in host memory, each once, and does not use a device.
-"""
+"""Checks a batch against the schema of its columns, once when it enters a stage, before any work, without a device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged, kind_of
+from workbench.batches.columns import REPEAT_IT, ColumnValues, Ragged, kind_of
 from workbench.batches.schema import FINITE, SCHEMA, ColumnSchema
 from workbench.batches.turns import contexts_of, longest_contexts
 from workbench.errors import BadInput
@@ -44,17 +40,11 @@ def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limit
             "take the others: batch.take(numpy.flatnonzero(batch.fetch(['valid'])['valid']))",
         )
     ragged = {name: column for name in known if isinstance(column := columns[name], Ragged)}
-    units: dict[str, dict[str, Ragged]] = {}
-    for name, column in ragged.items():
-        if along := known[name].along:
-            units.setdefault(along, {})[name] = column
-    for along, alike in units.items():
-        _check_lengths(alike, along, rows)
-    for name, column in ragged.items():
+    for along in UNITS:
+        _check_lengths({name: column for name, column in ragged.items() if known[name].along == along}, along, rows)
+    for name in ragged:
         if known[name].holds == "token ids":
-            before = next((other for other in known[name].follows if other in ragged), "")
-            contexts = contexts_of(ragged) if name == "response_ids" else {}
-            _check_sequences(name, column, before, ragged.get(before), contexts, rows, limits)
+            _check_sequences(name, ragged, rows, limits)
 
 
 def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:
@@ -79,11 +69,17 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
     most = schema.most
     if schema.holds == "token ids" and limits.vocabulary is not None:
         most = limits.vocabulary - 1
-    if not values.numel() or values.dtype == torch.bool or _within(values, schema, most):
+    if not values.numel() or values.dtype == torch.bool:
+        return
+    if (schema.least, most) == (-FINITE, FINITE) and values.is_floating_point() and torch.isfinite(values.sum()):
+        return  # a sum keeps a NaN or an infinity, and is five times as fast as the smallest and largest
+    low, high = map(float, torch.aminmax(values.detach()))  # both are NaN if there is one
+    between = (values != 0) & (values != 1) if schema.holds == "zeros and ones" else None
+    if schema.least <= low and high <= most and (between is None or not between.any()):
         return
     bad = ~(torch.isfinite(values) & (values >= schema.least) & (values <= most))
-    if schema.holds == "zeros and ones":
-        bad |= (values != 0) & (values != 1)
+    if between is not None:
+        bad |= between
     row, token, value = first_of(column, bad)
     raise _wrong_value(name, schema, most, rows[row], token, value, where)
 
@@ -104,27 +100,11 @@ def first_of(column: ColumnValues, bad: Tensor) -> tuple[int, int | None, str]:
     return row, at - int(ends[row] - column.lengths[row]), value
 
 
-def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
-    """Whether all numbers are in the schema's range; NaN is not. Makes one pass, mostly without a second tensor."""
-    if values.is_floating_point() and schema.least == -FINITE and most == FINITE and isfinite(values.detach().sum()):
-        return True  # a sum keeps a NaN or an infinity, and is five times as fast as the smallest and largest
-    if values.is_floating_point() or values.device.type != "cpu":
-        low, high = (float(end) for end in torch.aminmax(values.detach()))
-    else:  # three times as fast as torch for whole numbers
-        array = values.numpy()
-        low, high = int(array.min()), int(array.max())
-    if not (schema.least <= low and high <= most):
-        return False
-    whole = schema.holds != "zeros and ones" or not values.is_floating_point()
-    return whole or bool(((values == 0) | (values == 1)).all())
-
-
 def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows) -> None:
-    """Raise `BadInput` unless the columns of a response have one number for each of its tokens, or of its turns."""
-    first = "response_ids" if "response_ids" in columns else next(iter(columns))
-    expected = columns[first].lengths
+    first = "response_ids" if "response_ids" in columns else next(iter(columns), "")
     for name, column in columns.items():
-        if column.lengths is expected or torch.equal(column.lengths, expected):
+        expected = columns[first].lengths
+        if torch.equal(column.lengths, expected):
             continue
         row = int((column.lengths != expected).nonzero()[0])
         raise BadInput(
@@ -135,17 +115,8 @@ def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows) -> Non
         )
 
 
-def _check_sequences(
-    name: str,
-    column: Ragged,
-    follows: str,
-    before: Ragged | None,
-    contexts: Mapping[int, list[int]],
-    rows: Rows,
-    limits: Limits,
-) -> None:
-    """Raise `BadInput` if a row has no token but needs one, or if one of its contexts, with the tokens that it follows,
-    is longer than the model's context. contexts: see `contexts_of`."""
+def _check_sequences(name: str, columns: Mapping[str, Ragged], rows: Rows, limits: Limits) -> None:
+    column = columns[name]
     if not SCHEMA[name].empty and len(column) and int(column.lengths.min()) == 0:
         row = rows[int((column.lengths == 0).nonzero()[0])]
         raise BadInput(
@@ -155,10 +126,12 @@ def _check_sequences(
         )
     if limits.context is None or not len(column):
         return
-    lengths = longest_contexts(None if before is None else before.lengths, column.lengths, contexts)
+    before = next((other for other in SCHEMA[name].follows if other in columns), None)
+    contexts = contexts_of(columns) if name == "response_ids" else {}
+    lengths = longest_contexts(None if before is None else columns[before].lengths, column.lengths, contexts)
     if int(lengths.max()) > limits.context:
         row = int(lengths.argmax())
-        what = repr(name) if before is None else f"{follows!r} and {name!r}"
+        what = repr(name) if before is None else f"{before!r} and {name!r}"
         raise BadInput(
             f"row {rows[row]} has {int(lengths[row])} tokens in {what}",
             f"the model reads at most {limits.context} tokens: its outputs after these mean nothing",
@@ -185,10 +158,7 @@ def _wrong_kind(name: str, column: ColumnValues, schema: ColumnSchema, where: st
     elif isinstance(column, Tensor) and schema.holds == "token ids":
         remedy = f"put a list of token ids for each row, without padding: lab.put({{{name!r}: [[1, 5], [1, 7, 2]]}})"
     elif isinstance(column, Tensor):
-        remedy = (
-            "to repeat a tensor x [rows] for each token: mask = batch.fetch(['response_mask'])['response_mask']; "
-            "mask.like(torch.repeat_interleave(x, mask.lengths))"
-        )
+        remedy = REPEAT_IT
     return BadInput(f"{where}column {name!r} is {kind_of(column)}", f"it must be {ROWS[schema.row]}", remedy)
 
 

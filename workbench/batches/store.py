@@ -291,14 +291,10 @@ class Store:
 
     def lineage(self, name: str) -> pd.DataFrame:
         """Return a frame of the batch and of all batches that it was made from, newest first."""
-        frame = self.frame()
-        wanted, queue = [], [name]
-        while queue:
-            current = queue.pop(0)
-            if current not in wanted:
-                wanted.append(current)
-                origin = self.origin(current)
-                queue += origin.inputs if origin is not None else ()
+        frame, wanted = self.frame(), [name]
+        for current in wanted:  # grows
+            origin = self.origin(current)
+            wanted += [one for one in origin.inputs if one not in wanted] if origin is not None else ()
         columns = ["batch", "stage", "inputs", "weights_version", "code", "run"]
         if not len(frame):
             return frame

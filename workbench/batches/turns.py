@@ -67,29 +67,31 @@ def frame_of_turns(
     numbers: the conversations' row numbers in their batch."""
     import pandas as pd
 
-    ids, starts, ends = (ragged_in(table, name).rows() for name in ("response_ids", "turn_starts", "turn_ends"))
-    masks = [row.bool() for row in ragged_in(table, "response_mask").rows()]
-    ends_of_turns(Ragged.of(ends, torch.int64), torch.tensor([len(row) for row in ids]))
+    names = ("response_ids", "response_mask", "turn_starts", "turn_ends")
+    ids, masks, starts, ends = (ragged_in(table, name).rows() for name in names)
+    of_tokens = {name: ragged_in(table, column).rows() for column, name in OF_TOKENS.items() if column in table}
+    ends_of_turns(ragged_in(table, "turn_ends"), ragged_in(table, "response_ids").lengths)
     lines: list[dict[str, Any]] = []
     for i, number in enumerate(numbers):
         before = 0
         for turn, (start, end) in enumerate(zip(starts[i].tolist(), ends[i].tolist(), strict=True)):
-            lines.append(
-                {
-                    "conversation": number,
-                    "turn": turn,
-                    "tokens": end - start,
-                    "text": decode(ids[i][start:end].tolist()),
-                    "observation": decode(ids[i][before:start].tolist()),
-                    "trained": bool(masks[i][start:end].any()),
-                    "reward": _reward(table, i, turn, slice(start, end), turn == len(ends[i]) - 1),
-                    **_of_tokens(table, i, masks[i], slice(start, end)),
-                }
-            )
+            mask = masks[i][start:end]
+            line = {
+                "conversation": number,
+                "turn": turn,
+                "tokens": end - start,
+                "text": decode(ids[i][start:end].tolist()),
+                "observation": decode(ids[i][before:start].tolist()),
+                "trained": bool(mask.any()),
+                "reward": _reward(table, i, turn, slice(start, end), turn == len(ends[i]) - 1),
+            }
+            for name, rows in of_tokens.items():
+                numbers_of_turn = rows[i][start:end].tolist()
+                line[name] = numbers_of_turn[0] if name == "value" else chosen_mean(numbers_of_turn, mask.tolist())
+            lines.append(line)
             before = end
-    names = ["conversation", "turn", "tokens", "text", "observation", "trained", "reward"]
-    more = [name for column, name in OF_TOKENS.items() if column in table]
-    return pd.DataFrame(lines, columns=[*names, *more])
+    columns = ["conversation", "turn", "tokens", "text", "observation", "trained", "reward", *of_tokens]
+    return pd.DataFrame(lines, columns=columns)
 
 
 OF_TOKENS = {"values": "value", "advantages": "advantage", "returns": "return"}
@@ -103,16 +105,6 @@ def _reward(table: Mapping[str, ColumnValues], i: int, turn: int, tokens: slice,
         return float(scores[i]) if last else 0.0
     given = table.get("turn_rewards")
     return float(given.rows()[i][turn]) if isinstance(given, Ragged) else float("nan")
-
-
-def _of_tokens(table: Mapping[str, ColumnValues], i: int, mask: Tensor, tokens: slice) -> dict[str, float]:
-    """Return a turn's value, and its mean advantage and mean return inside the mask."""
-    found = {}
-    for column, name in OF_TOKENS.items():
-        if column in table:
-            row = ragged_in(table, column).rows()[i][tokens].tolist()
-            found[name] = row[0] if name == "value" else chosen_mean(row, mask[tokens].tolist())
-    return found
 
 
 def contexts_of(columns: Mapping[str, ColumnValues]) -> dict[int, list[int]]:

@@ -18,7 +18,6 @@ from workbench.errors import BadInput
 from workbench.support.intervals import student_quantile
 from workbench.support.validation import one_of
 
-STANDARD_ERROR = "reward_standard_error"
 SHOWN_CONDITIONS = ("samples", "seed", "sampling/temperature", "sampling/top_p", "sampling/max_new_tokens", "reward")
 
 
@@ -65,10 +64,10 @@ class Evaluation(pd.DataFrame):
             if name == "prompts" or str(name).startswith(("pass@", "majority@", "best_of@"))
         ]
         names += [name for name in ("truncated_fraction", "failed_fraction") if name in self.columns]
-        if "reward_mean" not in self.columns:
+        if not {"reward_mean", "reward_standard_error"} <= set(self.columns):
             return super().__repr__()
-        errors = self[STANDARD_ERROR] if STANDARD_ERROR in self.columns else [float("nan")] * len(self)
-        reward = [f"{mean:.4g} ± {error:.2g}" for mean, error in zip(self["reward_mean"], errors, strict=True)]
+        both = zip(self["reward_mean"], self["reward_standard_error"], strict=True)
+        reward = [f"{mean:.4g} ± {error:.2g}" for mean, error in both]
         cells = {"reward ± error": reward, **{str(name): [f"{value:.4g}" for value in self[name]] for name in names}}
         with pd.option_context("display.width", 1000):
             shown = pd.DataFrame(cells, index=self.index).to_string()
@@ -123,7 +122,6 @@ def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComp
 
 def _differing(first: Evaluation, second: Evaluation) -> dict[str, tuple[Any, Any]]:
     """The conditions that differ between two evaluations; data sets that only one of them has are left out."""
-
     a, b = first.conditions, second.conditions
     left_out = tuple(f"{of_data(str(name))}/" for name in first.index.symmetric_difference(second.index))
     names = [name for name in dict.fromkeys([*a, *b]) if not name.startswith(left_out)]

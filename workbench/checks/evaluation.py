@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,12 +38,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
         1 - C(n - c, k) / C(n, k),      n = samples, c = passed of them, k <= n
 
     Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: the share of the k-subsets of the n samples that
-    contain a pass. (1 - (1 - c/n)^k is biased.) Raises `BadInput` unless 0 <= passed <= samples and 1 <= k <= samples.
+    contain a pass. (1 - (1 - c/n)^k is biased.)
     """
-    if not (1 <= k <= samples and 0 <= passed <= samples):
-        raise BadInput(
-            f"pass_at_k(samples={samples}, passed={passed}, k={k})", "0 <= passed <= samples and 1 <= k <= samples"
-        )
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
@@ -102,30 +98,6 @@ EMPTY = (None, "", "()")  # parts of a chat format that are not there
 ROLE = "role"  # select=: the reward role's own model or function
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of `evaluate` without the data."""
-
-    samples: int
-    sampling: Sampling | None
-    reward: Callable[..., Any] | Mapping[str, Any] | None
-    n: int | None
-    threshold: float
-    seed: int
-    answer: Callable[[str], Any] | None
-    select: Any
-    most_failed: float
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return asdict(self.sampling or Sampling())
-
-    @property
-    def selector(self) -> Any:
-        """The function that scores responses for best-of-k; None: the reward role's own."""
-        return None if self.select == ROLE else self.select
-
-
 @stoppable("lab.evaluate()", ("training is not affected", "run the same call again"))
 def evaluate(
     lab: Lab, data: Any, *, samples: PositiveInt = 4, sampling: Sampling | None = None, n: PositiveInt | None = None,
@@ -150,40 +122,44 @@ def evaluate(
     policy), median and 95th percentile; `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each reward
     component, such as a format.
     """
-
-    asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select, most_failed)
-    _check(lab, asked)
+    options = asdict(sampling or Sampling())
+    # None: the reward role's own
+    scorers = [reward] if select is None else [reward, None if select == ROLE else select]
+    _check(lab, {"samples": samples, "seed": seed, **options}, scorers, select)
     named = _named(data)
-    sets = {name: _rows(lab, source, asked.n) for name, source in named.items()}
-    written = lab.actor.operations["generate_sequences"].operation.written(asked.options)
+    sets = {name: _rows(lab, source, n) for name, source in named.items()}
+    written = lab.actor.operations["generate_sequences"].operation.written(options)
     scoring = lab.reward.operations["compute_reward"]
     for rows in sets.values():
-        for function in (asked.reward, *([] if asked.select is None else [asked.selector])):
+        for function in scorers:
             scored, _ = scoring.arguments((), {"function": function})
             scoring.check_columns(scored, (*prompt_table(rows, 0), *written))
     responses, frames = [], {}
     with lab.runner.isolated("evaluate/stages"):
         for name, rows in sets.items():
-            found = _responses(lab, rows, asked)
-            frames[name] = summary(found, asked.samples)
+            batch = lab.put(prompt_table(rows, 0))
+            batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
+            scored_by = [lab.reward.compute_reward(batch, function=one, most_failed=most_failed) for one in scorers]
+            found = _responses(lab, rows, samples, scored_by, threshold, answer)
+            frames[name] = summary(found, samples)
             found.insert(0, "data", name)
             responses.append(found)
     values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
     lab.telemetry.append_metrics("evaluate", lab.runner.counters.run, lab.iteration, values)
     frame = pd.DataFrame.from_dict(frames, orient="index").rename_axis("data")
     frame = frame.astype({"prompts": "int64", "samples": "int64"})
-    done_with = {"samples": asked.samples, **flat(asked.options, "sampling"), "reward": _reward_of(lab, asked)}
+    done_with = {"samples": samples, **flat(options, "sampling"), "reward": _reward_of(lab, reward)}
     for name, source in named.items():
         read = reading(lab.description.prompts, prompt_options(source, "evaluate: dict"))
         done_with |= {k: v for k, v in flat(read, of_data(name)).items() if v not in EMPTY}
     made = pd.concat(responses, ignore_index=True)
-    return Evaluation.of(frame, made, seed=asked.seed, threshold=asked.threshold, conditions=done_with)
+    return Evaluation.of(frame, made, seed=seed, threshold=threshold, conditions=done_with)
 
 
-def _reward_of(lab: Lab, asked: Asked) -> str:
+def _reward_of(lab: Lab, reward: Callable[..., Any] | Mapping[str, Any] | None) -> str:
     """Identify the reward in a few words: equal texts for equal functions, weighted components, or model weights."""
-    if asked.reward is not None:
-        parts = asked.reward.items() if isinstance(asked.reward, Mapping) else [("", asked.reward)]
+    if reward is not None:
+        parts = reward.items() if isinstance(reward, Mapping) else [("", reward)]
         return " + ".join(f"{name}: {_function(one)}".removeprefix(": ") for name, one in parts)
     spec = lab.reward.spec
     if spec.function is not None:
@@ -199,7 +175,7 @@ def _function(value: Any) -> str:
     return " ".join([f"{known['name']} ({known['digest'][:6]})", *(f"x {one}" for one in weight)])
 
 
-def _check(lab: Lab, asked: Asked) -> None:
+def _check(lab: Lab, drawing: Mapping[str, Any], scorers: Sequence[Any], select: Any) -> None:
     """Raise `BadInput` now for values that a stage, or the summary, would refuse after generation."""
     if "actor" not in lab.groups:
         raise BadInput(
@@ -211,29 +187,29 @@ def _check(lab: Lab, asked: Asked) -> None:
             "evaluate on a workbench without a reward", "the reward workers score the responses",
             "open one with a reward role, such as a function",
         )  # fmt: skip
-    if isinstance(asked.select, str) and asked.select != ROLE:
+    if isinstance(select, str) and select != ROLE:
         rule = "must be a function that scores a response, 'role' for the reward role's own model or function, or None"
-        raise BadInput(f"select={shown(asked.select)}", rule, "write select='role'")
-    lab.reward.operations["compute_reward"].arguments((), {"function": asked.selector})
-    lab.actor.operations["generate_sequences"].arguments(
-        (), {"samples": asked.samples, "seed": asked.seed, **asked.options}
-    )
+        raise BadInput(f"select={shown(select)}", rule, "write select='role'")
+    lab.reward.operations["compute_reward"].arguments((), {"function": scorers[-1]})
+    lab.actor.operations["generate_sequences"].arguments((), drawing)
 
 
-def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFrame:
-    """A frame with a row a response; samples of a prompt are adjacent."""
-    batch = lab.put(prompt_table(rows, 0))
-    batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
-    scored = lab.reward.compute_reward(batch, function=asked.reward, most_failed=asked.most_failed)
+def _responses(
+    lab: Lab, rows: Sequence[PromptRow], samples: int, scored_by: Sequence[Batch], threshold: float,
+    answer: Callable[[str], Any] | None,
+) -> pd.DataFrame:  # fmt: skip
+    """A frame with a row a response; samples of a prompt are adjacent. scored_by: the responses with their rewards, and
+    with the scores of the selector, if there is one."""
+    scored, *selected = scored_by
     status = [name for name in ("valid", "failure") if name in scored.names]
     parts = [name for name in scored.names if name.startswith("rewards/")]
-    found = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
+    found: Mapping[str, Any] = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
     mask, ids = ragged_in(found, "response_mask"), ragged_in(found, "response_ids")
     decode = lab.runner.batches.tokenizer.decode
     columns: dict[str, Any] = {
-        "prompt_index": np.repeat([row.index for row in rows], asked.samples),
-        "prompt": [row.prompt for row in rows for _ in range(asked.samples)],
-        "sample": np.tile(np.arange(asked.samples), len(rows)),
+        "prompt_index": np.repeat([row.index for row in rows], samples),
+        "prompt": [row.prompt for row in rows for _ in range(samples)],
+        "sample": np.tile(np.arange(samples), len(rows)),
         "response": [decode(row.tolist(), skip_special_tokens=True) for row in ids.rows()],
         "reward": _scores(found["rewards"]),
         # as generation counts them: tokens of an environment are not the policy's
@@ -242,15 +218,14 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
         "valid": np.asarray(found["valid"]).astype(bool) if status else np.ones(len(mask), dtype=bool),
         "failure": list(found.get("failure", [""] * len(mask))),
     }
-    columns["passed"] = _passed(columns["reward"], asked.threshold) & columns["valid"]
+    # numpy rounds a Python float to the rewards' dtype: 0.9 in float32 is slightly less
+    columns["passed"] = (columns["reward"] >= float(threshold)) & columns["valid"]
     columns |= {f"reward/{name.removeprefix('rewards/')}": _scores(found[name]) for name in parts}
-    if asked.answer is not None:
-        answers = [_answer(asked.answer, response) for response in columns["response"]]
+    if answer is not None:
+        answers = [_answer(answer, response) for response in columns["response"]]
         columns["answer"] = pd.Series(answers, dtype=object)  # None stays None: it is no vote
-    if asked.select is not None:
-        columns["selection_score"] = _selection_scores(
-            lab.reward.compute_reward(batch, function=asked.selector, most_failed=asked.most_failed)
-        )
+    if selected:
+        columns["selection_score"] = _selection_scores(*selected)
     return pd.DataFrame(columns)
 
 
@@ -273,13 +248,6 @@ def _answer(function: Callable[[str], Any], response: str) -> Any:
             "correct the function",
         ) from error
     return answer
-
-
-def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
-    """Whether each reward is at least `threshold`, which is rounded to the rewards' dtype first: 0.9 in float32 is
-    slightly less than Python's 0.9."""
-    limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
-    return np.asarray(rewards >= limit)
 
 
 def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:

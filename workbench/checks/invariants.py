@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from workbench.batches.columns import Ragged, Table, rows_at
 from workbench.batches.store import Weights
@@ -121,17 +122,25 @@ ESTIMATES: tuple[dict[str, Any], ...] = (
 VARIANTS = ("bootstrap", "macro_tokens", "multiplier", "overlong_buffer")
 SCORES = ("rewards", "costs")
 TOKENS = ("values", "cost_values", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+OUTSIDE = 3  # tokens
 FLOAT32_ROUNDING = 1e-4  # computed in float32 whatever the models are
 
 
 def check_advantages(subject: Subject) -> Finding:
-    """Advantages and returns depend neither on values outside the mask nor on the order of rows."""
+    """Advantages and returns depend neither on values outside the mask, nor on how many tokens are outside, nor on the
+    order of rows."""
     table = _table(subject)
     order = np.random.default_rng(SEED).permutation(subject.rows)
     # the score of a response counts even if no token is inside the mask
     scored = [row for row, inside in enumerate(subject.mask.rows()) if inside.any()]
     spoilt = subject.spoilt(subject.spoilt(table, TOKENS, range(subject.rows)), SCORES, scored)
-    row_of = torch.repeat_interleave(torch.arange(subject.rows), subject.mask.lengths)
+    lengths = subject.mask.lengths
+    longer = {
+        name: Ragged.unpad(pad(column.pad(), (0, OUTSIDE)), lengths + OUTSIDE)
+        if isinstance(column, Ragged) and torch.equal(column.lengths, lengths)
+        else column
+        for name, column in table.items()
+    }
     found: list[tuple[float, str]] = []
 
     def made(inputs: Table, arguments: dict[str, Any]) -> dict[str, Ragged]:
@@ -149,11 +158,15 @@ def check_advantages(subject: Subject) -> Finding:
                 name: column.take(np.argsort(order).tolist()) for name, column in dealt.items()
             },
         }
+        if "overlong_buffer" not in arguments:  # it counts all tokens of a response
+            others["with more tokens outside the mask"] = {
+                name: Ragged.unpad(column.pad(), lengths) for name, column in made(longer, arguments).items()
+            }
         for between, other in others.items():
             for name, column in clean.items():
                 one, two = (torch.where(subject.mask.values, x.values, 0.0).double() for x in (column, other[name]))
                 gaps = (one - two).abs().nan_to_num(nan=math.inf) / max(1.0, float(one.abs().max())) / FLOAT32_ROUNDING
-                culprit = f"{name} of row {int(row_of[gaps.argmax()])}, {called}, {between}"
+                culprit = f"{name} of row {int(subject.row_of[gaps.argmax()])}, {called}, {between}"
                 found.append((float(gaps.max()), culprit))
     about = "relative change of advantages or returns that must not change, in units of the allowed rounding"
     return largest(found, 1.0, about)
@@ -272,9 +285,8 @@ def check_ratio(subject: Subject) -> Finding:
     culprit = ""
     if not deviation <= limit:
         mask = subject.ragged("response_mask")
-        of_row = [
-            max(deviations({**table, "response_mask": mask.like(_only(mask, row))})) for row in range(subject.rows)
-        ]
+        single = (mask.like(mask.values.bool() & (subject.row_of == row)) for row in range(subject.rows))
+        of_row = [max(deviations({**table, "response_mask": one})) for one in single]
         culprit = f"actor, rank {rank}; row {worst(of_row)[1]} most"
     return finding(deviation, limit, culprit, "largest |ratio - 1| in the first minibatch")
 
@@ -303,12 +315,6 @@ def check_invariance(subject: Subject) -> Finding:
     if not found:
         raise NotApplicable("no role here has a forward stage of workbench's own")
     return largest(found, 1.0, "largest change of a log-probability, value or score, in units of the allowed rounding")
-
-
-def _only(mask: Ragged, row: int) -> torch.Tensor:
-    """The mask with a single row kept."""
-    rows = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
-    return mask.values.bool() & (rows == row)
 
 
 # Relative differences caused by rounding, because sums are taken in another order.

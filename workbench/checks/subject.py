@@ -134,6 +134,11 @@ class Subject:
     def rows(self) -> int:
         return len(self.ragged("response_ids"))
 
+    @cached_property
+    def row_of(self) -> Tensor:
+        """The row of each response token."""
+        return torch.repeat_interleave(torch.arange(self.rows), self.ragged("response_ids").lengths)
+
     def ragged(self, name: str) -> Ragged:
         return ragged_in(self.table, name)
 
@@ -212,8 +217,7 @@ class Subject:
     def spoilt(self, table: Table, names: Sequence[str], rows: Sequence[int]) -> Table:
         """The table with garbage outside the mask, in these token columns and rows."""
         generator = torch.Generator().manual_seed(SEED)
-        row_of = torch.repeat_interleave(torch.arange(self.rows), self.mask.lengths)
-        outside = torch.isin(row_of, torch.tensor(list(rows))) & ~self.mask.values
+        outside = torch.isin(self.row_of, torch.tensor(list(rows))) & ~self.mask.values
         spoilt = dict(table)
         for name in names:
             column = ragged_in(table, name)

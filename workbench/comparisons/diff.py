@@ -90,18 +90,17 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _code(run: RunFolder) -> dict[str, Any]:
-    """Commit, versions, files, and digests of functions by name."""
     found: dict[str, Any] = {"commit": run.record.code.get("commit")}
     for part in ("versions", "files"):
         found |= {f"{part}/{name}": value for name, value in run.code(part).items()}
-    functions = run.functions.items()
+    functions = run.code("functions").items()
     return found | {f"function of {role}": f"{one.get('name')} {one.get('digest')}" for role, one in functions}
 
 
 def _sources(a: RunFolder, b: RunFolder) -> dict[str, str]:
     """A unified diff of each role's function, where both sources are recorded and differ."""
     found = {}
-    ones, twos = a.functions, b.functions
+    ones, twos = a.code("functions"), b.code("functions")
     for role in ones.keys() & twos.keys():
         before, after = (str(one[role].get("source", "")).splitlines() for one in (ones, twos))
         if before and after and before != after:

@@ -55,7 +55,6 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
 
 
 def _section(title: str, rows: Iterable[tuple[Any, ...]], heads: tuple[str, ...]) -> list[str]:
-    """A table under a heading; empty if it has no rows."""
     lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     if not lines:
         return []
@@ -63,7 +62,6 @@ def _section(title: str, rows: Iterable[tuple[Any, ...]], heads: tuple[str, ...]
 
 
 def _figures(run: RunFolder) -> list[tuple[Any, ...]]:
-    """Headline metrics of the first and last iteration that have them."""
     series: pd.DataFrame = run.series()
     rows: list[tuple[Any, ...]] = []
     for label, name in looked_at(series.columns).items():

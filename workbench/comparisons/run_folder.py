@@ -42,13 +42,8 @@ class RunFolder:
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
 
     def code(self, part: str) -> dict[str, Any]:
-        """A part of the recorded code, such as "versions"; empty if there is none."""
+        """A part of the recorded code, such as "versions", or by role "functions": name, digest and source."""
         return dict(self.record.code.get(part, {}))
-
-    @property
-    def functions(self) -> dict[str, dict[str, Any]]:
-        """By role, its function: name, digest and source."""
-        return self.code("functions")
 
     @cached_property
     def algorithms(self) -> dict[str, dict[str, Any]]:

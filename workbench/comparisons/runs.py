@@ -38,7 +38,6 @@ class RunCurves(Charted):
     notes: tuple[str, ...] = ()
 
     def charts(self) -> list[Chart]:
-        """A chart for each metric."""
         strokes = {arm: STROKES[n % len(STROKES)] for n, arm in enumerate(dict.fromkeys(self.df["arm"]))}
         made = []
         for metric, found in self.df.groupby("metric", sort=False):
@@ -57,34 +56,6 @@ class RunCurves(Charted):
 
     def _repr_html_(self) -> str:
         return "".join(f"<div>{escape(note)}</div>" for note in self.notes) + tables(self.charts())
-
-
-def curves_of(
-    folders: Mapping[str, RunFolder], arms: Sequence[str], metrics: Sequence[str], over: Over, smooth: float, band: Band
-) -> RunCurves:
-    """See `Runs.curves`. arms: the arm of each run."""
-    series = {name: run.series() for name, run in folders.items()}
-    rows, notes = [], _mixed(folders, arms)
-    for metric in metrics:
-        of_arm: dict[str, list[pd.Series[float]]] = {}
-        without = []
-        for (name, frame), arm in zip(series.items(), arms, strict=True):
-            column = _column(metric, frame)
-            if column is None:
-                without.append(name)
-            else:
-                of_arm.setdefault(arm, []).append(_curve(frame, column, over, smooth))
-        if not of_arm:
-            raise _unknown(metric, series)
-        if without:
-            notes.append(f"{metric}: not in {', '.join(without)}")
-        for arm, curves in of_arm.items():
-            x, values = _together(curves)
-            if len({curve.index[-1] for curve in curves}) > 1 and over == "iterations":
-                notes.append(f"{metric}, {arm}: up to the end of the shortest of {len(curves)} runs")
-            rows += [{"metric": metric, "arm": arm, "x": at, **_point(values[:, n], band)} for n, at in enumerate(x)]
-    columns = ["metric", "arm", "x", "mean", "low", "high", "runs"]
-    return RunCurves(pd.DataFrame(rows, columns=columns), over, tuple(notes))
 
 
 def _mixed(folders: Mapping[str, RunFolder], arms: Sequence[str]) -> list[str]:
@@ -129,7 +100,6 @@ def _together(curves: Sequence[pd.Series[float]]) -> tuple[np.ndarray, np.ndarra
 
 
 def _point(values: np.ndarray, band: Band) -> dict[str, float]:
-    """Mean and band of an arm's runs at one x."""
     low, high = math.nan, math.nan
     if len(values) > 1:
         low, high = interval(values) if band == "interval" else (float(values.min()), float(values.max()))
@@ -205,11 +175,31 @@ class Runs(pd.DataFrame):
         if "folder" not in self.columns or not len(self):
             raise BadInput(f"curves of {len(self)} runs", "needs runs and their column 'folder'", "keep both")
         folders = {str(name): RunFolder(path_of(folder, "folder")) for name, folder in self["folder"].items()}
-        names = [metrics] if isinstance(metrics, str) else list(metrics)
-        return curves_of(folders, self.arms(by).tolist(), names, over, smooth, band)
+        arms, series = self.arms(by).tolist(), {name: run.series() for name, run in folders.items()}
+        rows, notes = [], _mixed(folders, arms)
+        for metric in [metrics] if isinstance(metrics, str) else metrics:
+            of_arm: dict[str, list[pd.Series[float]]] = {}
+            without = []
+            for (name, frame), arm in zip(series.items(), arms, strict=True):
+                column = _column(metric, frame)
+                if column is None:
+                    without.append(name)
+                else:
+                    of_arm.setdefault(arm, []).append(_curve(frame, column, over, smooth))
+            if not of_arm:
+                raise _unknown(metric, series)
+            if without:
+                notes.append(f"{metric}: not in {', '.join(without)}")
+            for arm, curves in of_arm.items():
+                x, values = _together(curves)
+                if len({curve.index[-1] for curve in curves}) > 1 and over == "iterations":
+                    notes.append(f"{metric}, {arm}: up to the end of the shortest of {len(curves)} runs")
+                points = [_point(values[:, n], band) for n in range(len(x))]
+                rows += [{"metric": metric, "arm": arm, "x": at, **one} for at, one in zip(x, points, strict=True)]
+        columns = ["metric", "arm", "x", "mean", "low", "high", "runs"]
+        return RunCurves(pd.DataFrame(rows, columns=columns), over, tuple(notes))
 
     def _shown(self) -> list[dict[str, Any]]:
-        """The columns of each run that are printed."""
         metrics = looked_at(name for name in self.columns if not _is_described(str(name)))
         settings = [name for name in self.differing() if name not in FIRST][:MOST_SETTINGS]
         short = _short(settings)
@@ -261,7 +251,7 @@ def _row(run: RunFolder) -> dict[str, Any]:
     iterations, metrics = run.last_metrics()
     record = run.record
     code = {"commit": record.code.get("commit"), **run.code("versions")}
-    code |= {role: function.get("digest") for role, function in run.functions.items()}
+    code |= {role: function.get("digest") for role, function in run.code("functions").items()}
     return {
         "opened": datetime.fromtimestamp(record.opened_s) if record.opened_s else None,
         "algorithm": ", ".join(run.algorithms), "iterations": iterations, **metrics,

@@ -86,14 +86,12 @@ class Ledger:
             yield
 
     def begun(self, key: TrialKey, run_folder: Path) -> None:
-        """Record that a trial has opened a workbench."""
         self._append({"event": "begun", "folder": str(run_folder)}, key)
 
     def end(self, key: TrialKey, ended: Ended) -> None:
         self._append({"event": "ended", **vars(ended)}, key)
 
     def ended(self, key: TrialKey) -> Ended | None:
-        """The result of a trial, if it has finished."""
         rows = [row for row in self._rows(key) if row["event"] == "ended"]
         return Ended(rows[-1]["score"], rows[-1]["seconds"], rows[-1]["run"]) if rows else None
 
@@ -128,11 +126,10 @@ class Ledger:
                 os.close(descriptor)
 
 
-def check_name(name: str) -> str:
+def check_name(name: str) -> None:
     """Raise `BadInput` unless the sweep's name can be a file name."""
     if not name or name.startswith(".") or any(c in name for c in "/\\\0") or len(name.encode()) > 200:
         raise BadInput(f"name={name!r}", "must be a file name: no slash, and no dot in front", 'such as "kl"')
-    return name
 
 
 Train = Annotated[Callable[..., Any], Rule("must be a function", "def train(seed, **settings): ... return a score")]
@@ -239,12 +236,9 @@ def _check(train: Callable[..., Any], arms: Mapping[str, Mapping[str, Any]]) -> 
             raise BadInput(
                 f"arm {arm!r}: {called}", str(error), "give arguments of train, which also takes seed"
             ) from None
-        except ValueError:  # a function without a readable signature
-            pass
 
 
 def _made(ledger: Ledger, key: TrialKey, train: Train, settings: Mapping[str, Any], save_every: int | None) -> Ended:
-    """Run a trial, or the rest of it."""
     began = time.monotonic()
     print(f"{key.arm}, seed {key.seed}: ", end="", flush=True)
     with _trial(ledger, key, save_every) as labs:

@@ -16,7 +16,7 @@ from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
 from workbench.models.loading import load_config
 from workbench.models.spec import Model
-from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
+from workbench.placement import ROLLOUT, Layout, Placement, Pool, check_role, host_name
 from workbench.placement.estimate import Room, device_numbers, rooms
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.settings.engines import Generation, ShareMemory
@@ -90,8 +90,6 @@ class Description:
                 "rollout workers have the actor's model, dtype and generation settings",
                 "leave it out, and name 'rollout' in a pool of the placement",
             )
-        if not models:
-            raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
         if address is not None and device is None:
             raise BadInput(
                 f"address={address!r} without device=",
@@ -110,7 +108,7 @@ class Description:
             filled = _with_rollout(filled)
         if all(model.name is None for model in filled.values()):
             raise BadInput(
-                f"models={{{', '.join(filled)}}}, all of them functions",
+                f"models={{{', '.join(filled)}}} without a model",
                 "a model must give the tokenizer for all roles",
                 "declare an actor",
             )
@@ -306,27 +304,22 @@ class Description:
     def host(self, pool: Pool, rank: int, number: int, run_folder: Path, again: int = 0) -> HostInfo:
         """Return the host of a rank of a pool. number: the device's number. again: the number of earlier pools of that
         name. On a CPU, all pools compute at the same time and share the cores."""
-        info = HostInfo(
+        settings = ((self.layout_of(role), getattr(self.models.get(role), "generation", None)) for role in pool.roles)
+        tensor_sizes = (size for layout, own in settings for size in (layout.t, own.tensor_parallel_size if own else 1))
+        log_path = run_folder / "logs" / f"{host_name(pool.name, rank, again)}.log"
+        return HostInfo(
             lab=self.id,
             pool=pool.name,
             rank=rank,
             world_size=pool.devices,
             device=f"{self.device}:{number}",
             threads=self.threads,
-            log_path=None,
+            log_path=None if self.backend == "inline" else str(log_path),
             share_memory=self.share_memory,
             again=again,
             gpus=self.gpus,
-            tensor_ranks=math.lcm(*(size for role in pool.roles for size in self._tensor_sizes(role))),
+            tensor_ranks=math.lcm(*tensor_sizes),
         )
-        return (
-            info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
-        )
-
-    def _tensor_sizes(self, role: str) -> tuple[int, ...]:
-        """Return the sizes of a role's tensor groups: for training and for generation."""
-        generation = getattr(self.models.get(role), "generation", None)
-        return self.layout_of(role).t, generation.tensor_parallel_size if generation else 1
 
     @property
     def threads(self) -> int:

@@ -18,7 +18,7 @@ from workbench.models.loading import load_config
 from workbench.models.resolve import config_file
 from workbench.models.spec import Judging
 from workbench.models.tokenizers import load_tokenizer
-from workbench.placement import ENVIRONMENT, ROLLOUT, Layout
+from workbench.placement import ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
 from workbench.settings.training import WHOLE_TENSORS
@@ -238,12 +238,6 @@ def _check_environments(description: Description) -> None:
     placement = description.placement
     if (pool := placement.environments) is None:
         return
-    if "actor" not in description.models:
-        raise BadInput(
-            f"a pool for {ENVIRONMENT!r} without an actor",
-            "environments answer the actor",
-            "declare an actor in models=, or leave 'environment' out of the placement",
-        )
     ranks = placement.pool_of(ROLLOUT if ROLLOUT in description.models else "actor").devices
     if pool.devices < ranks:
         raise BadInput(

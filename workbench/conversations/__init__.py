@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from workbench.conversations.chat import Chat, NoEnvironment
 from workbench.errors import BadInput
-from workbench.objectives.arguments import check_range
 from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checked_call
-from workbench.support.validation import NonNegativeInt, Number
+from workbench.support.validation import NonNegativeInt
+from workbench.workers.passes import ZeroToOne
 
 MOST_OPEN = 8  # conversations that keep their environments' process
 
@@ -24,7 +25,7 @@ class Conversations:
 
     @checked_call("lab.conversation")
     def __call__(
-        self, row: Any, *, environment: Any = None, sampling: Sampling | None = None, gamma: Number = 1.0,
+        self, row: Any, *, environment: Any = None, sampling: Sampling | None = None, gamma: ZeroToOne = 1.0,
         seed: NonNegativeInt = 0,
     ) -> Chat:  # fmt: skip
         """Begin a conversation of the policy with an environment, or with you, turn by turn. `chat.step()` samples a
@@ -44,7 +45,6 @@ class Conversations:
         lab = self._lab
         if "actor" not in lab.groups or lab.description.generation is None:
             raise BadInput("conversation on a workbench without an actor", "the actor's engine generates the turns")
-        check_range("gamma", gamma, 0, 1)
         if sampling is None:
             sampling = getattr(lab.algorithm, "sampling", None)
         if not isinstance(sampling, Sampling):
@@ -52,7 +52,7 @@ class Conversations:
         sampling = replace(sampling, environment=environment or sampling.environment or NoEnvironment)
         chat = Chat(lab, row, sampling=sampling, gamma=gamma, seed=seed)
         self.chats.append(chat)
-        lab.before_close(chat.close)
         for older in self.chats[:-MOST_OPEN]:
-            older.close_unless_busy()
+            with suppress(BadInput):  # another thread waits for its answer
+                older.close()
         return chat

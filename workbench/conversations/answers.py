@@ -51,13 +51,14 @@ class Answers:
         self._forget()
         self._open.close()
 
-    def close_unless_busy(self) -> None:
-        """Close as `close` does, unless another thread waits for an answer."""
-        if self._lock.acquire(blocking=False):
+    def close_unless_busy(self) -> bool:
+        """Close as `close` does, unless another thread waits for an answer. Returns whether it did."""
+        if free := self._lock.acquire(blocking=False):
             try:
                 self.close()
             finally:
                 self._lock.release()
+        return free
 
     def beginning(self) -> Reply:
         """Return the environment's reply before the first turn."""
@@ -87,7 +88,7 @@ class Answers:
             for k, turn in enumerate(path):
                 text, more = self._environments.arguments(self._turn(row, tree, path[:k], turn.token_ids))
                 observed = self._observed.get(_history(path[: k + 1]), "")
-                found.append(ReplayedTurn(text=text, more=more, reward=turn.reward, done=turn.done, observed=observed))
+                found.append(ReplayedTurn(text=text, more=more, reward=turn.reward, observed=observed))
             return found
 
     @contextlib.contextmanager
@@ -121,7 +122,6 @@ class Answers:
 
     def _begin(self) -> tuple[int, Reply]:
         if self._environments is None:
-            self._open.close()  # closes an abandoned process
             calls = UserCalls()
             self._open.callback(calls.close)
             self._environments = Environments(
@@ -144,7 +144,6 @@ class Answers:
 
     @staticmethod
     def _turn(row: int, tree: Tree, path: Sequence[Turn], token_ids: Sequence[int]) -> conversation_turns.Turn:
-        """Return a turn that follows `path`, with the tokens between the policy's previous turn and this one."""
         lead_ids = path[-1].answer_ids if path else [*tree.prompt_ids, *tree.first_ids]
         return conversation_turns.Turn(row=row, response_ids=list(token_ids), lead_ids=list(lead_ids))
 

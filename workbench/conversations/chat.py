@@ -15,7 +15,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.batches.turns import marked
 from workbench.conversations.answers import Answers
-from workbench.conversations.credit import Credit, Fork, Value, pictures
+from workbench.conversations.credit import Credit, Fork, Value
 from workbench.conversations.rows import (
     STAGE,
     Continuations,
@@ -25,6 +25,7 @@ from workbench.conversations.rows import (
     branch_table,
     lists,
     row_table,
+    trained_turns,
 )
 from workbench.conversations.tree import Tree, Turn
 from workbench.data.conversation_turns import Resumed
@@ -48,7 +49,7 @@ class NoEnvironment:
         return None, 0.0, False
 
 
-@checks_calls("chat", internal="close_unless_busy")
+@checks_calls("chat")
 class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
@@ -77,6 +78,7 @@ class Chat:
         self._answers = Answers(
             self._sampling, {**texts, "sample_seed": self._sample_seed}, self._tokenizer, self._most
         )
+        lab.before_close(self._answers.close)
         first = self._answers.beginning()
         own = ragged_in(self._row, "prompt_ids").values.tolist()
         prompt_ids = own if first.prompt_ids is None else first.prompt_ids
@@ -109,7 +111,6 @@ class Chat:
         return "max_tokens" if self._room(path) < 1 else ""
 
     def _room(self, path: Sequence[Turn]) -> int:
-        """Return the number of tokens that a turn after these may have."""
         used = len(self.tree.tokens(path))
         return min(self._most - len(self.tree.prompt_ids), self._sampling.max_new_tokens) - used
 
@@ -196,7 +197,6 @@ class Chat:
     def _add(
         self, path: Sequence[Turn], ids: Sequence[int], log_probs: Sequence[float], ending: str, by: Any, version: int
     ) -> Turn:
-        """Add a turn after a path, with the environment's answer."""
         parent = path[-1].number if path else None
         told: dict[str, Any] = {"answered": False}
         if ending != "length":
@@ -411,12 +411,10 @@ class Chat:
                 )
 
     def close(self) -> None:
-        """End the environments' process. The tree stays, and the next turn starts a new process."""
-        self._answers.close()
-
-    def close_unless_busy(self) -> None:
-        """Close as `close` does, unless another thread waits for the environment."""
-        self._answers.close_unless_busy()
+        """End the environments' process. The tree stays, and the next turn starts a new process. Raises `BadInput`
+        while another thread waits for an answer."""
+        if not self._answers.close_unless_busy():
+            raise BadInput("close() while the environment answers a turn", "the turn would be lost", "wait for it")
 
     # --- shown --------------------------------------------------------------------------------------------------------
 
@@ -429,4 +427,19 @@ class Chat:
 
     def pictures(self) -> list[TurnPicture]:
         """Return all turns in the form for display, each before the turns that continue it."""
-        return pictures(self.tree, self.path, self._credit)
+        tree, path, found = self.tree, self.path, list[TurnPicture]()
+        trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))
+        indents: dict[int | None, int] = {None: 0}
+        for turn in tree.walk():
+            indents[turn.number] = indents[turn.parent] + (len(tree.children(turn.parent)) > 1)
+            value, advantage = self._credit.value_behind(turn.number), self._credit.advantage(turn)
+            found.append(
+                TurnPicture(
+                    number=turn.number, indent=indents[turn.number], text=turn.text, answer=turn.answer,
+                    by_hand=turn.written_by == "hand", answered_by_hand=turn.answered_by == "hand", reward=turn.reward,
+                    done=turn.done, ending=turn.ending, advantage=advantage, value=str(value) if value else "",
+                    on_path=turn.number in trained, here=turn.number == self.here,
+                    trained=trained.get(turn.number, False), tokens=len(turn.token_ids),
+                )
+            )  # fmt: skip
+        return found

@@ -9,9 +9,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from workbench.conversations.rows import trained_turns
-from workbench.conversations.tree import Tree, Turn
-from workbench.display.conversation import TurnPicture
+from workbench.conversations.tree import Turn
 from workbench.display.html import table
 from workbench.support.intervals import clustered_half_width
 
@@ -54,7 +52,6 @@ class Credit:
         return Value.of(self._returns[number][1]) if number in self._returns else None
 
     def advantage(self, turn: Turn) -> float | None:
-        """See `Chat.advantage`."""
         before, behind = self.value_behind(turn.parent), self.value_behind(turn.number)
         after = 0.0 if turn.done else None if behind is None else behind.mean
         return None if before is None or after is None else turn.reward + self.gamma * after - before.mean
@@ -102,24 +99,3 @@ class Fork:
         return table(
             [{str(name): x for name, x in line.items()} for line in self.df.to_dict("records")], caption=escape(said)
         )
-
-
-def pictures(tree: Tree, path: Sequence[Turn], credit: Credit) -> list[TurnPicture]:
-    """Return all turns of a tree for display, each before the turns that continue it. path: the current branch."""
-    found: list[TurnPicture] = []
-    on_path = {turn.number for turn in path}
-    trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))
-    indents: dict[int | None, int] = {None: 0}
-    for turn in tree.walk():
-        indents[turn.number] = indents[turn.parent] + (len(tree.children(turn.parent)) > 1)
-        value = credit.value_behind(turn.number)
-        found.append(
-            TurnPicture(
-                number=turn.number, indent=indents[turn.number], text=turn.text, answer=turn.answer,
-                by_hand=turn.written_by == "hand", answered_by_hand=turn.answered_by == "hand", reward=turn.reward,
-                done=turn.done, ending=turn.ending, advantage=credit.advantage(turn), value=str(value) if value else "",
-                on_path=turn.number in on_path, here=bool(path) and turn is path[-1],
-                trained=trained.get(turn.number, False), tokens=len(turn.token_ids),
-            )
-        )  # fmt: skip
-    return found

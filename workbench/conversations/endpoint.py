@@ -41,25 +41,22 @@ class Endpoint:
     def start(self) -> None:
         """Open the endpoint; return when it accepts requests. Raises the error that prevented this."""
         self._thread.start()
+        until = time.monotonic() + STARTS_WITHIN_S
         try:
-            self._wait()
+            while (found := read_address(self._folder)) is None:
+                ended = not self._thread.is_alive()
+                if ended or time.monotonic() > until:
+                    raise self._error or StageError(
+                        "lab.serve() ended at once" if ended else f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
+                        "the serving rank of the actor must be on this machine, and see its temporary folder",
+                        "open the workbench with the actor on this machine",
+                    )
+                time.sleep(POLL_S)
         except BaseException:
             self._end()
             raise
-        self._lab.before_close(self._end)
-
-    def _wait(self) -> None:
-        until = time.monotonic() + STARTS_WITHIN_S
-        while (found := read_address(self._folder)) is None:
-            ended = not self._thread.is_alive()
-            if ended or time.monotonic() > until:
-                raise self._error or StageError(
-                    "lab.serve() ended at once" if ended else f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
-                    "the serving rank of the actor must be on this machine, and see its temporary folder",
-                    "open the workbench with the actor on this machine",
-                )
-            time.sleep(POLL_S)
         self.base_url, self.api_key = found
+        self._lab.before_close(self._end)
 
     def _work(self) -> None:
         """Run the stage that serves requests. It blocks other stages until the endpoint closes."""

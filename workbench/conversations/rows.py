@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[
 
 
 def lists(table: Table, name: str) -> list[list[Any]]:
-    """Return a ragged column as a list of numbers for each row."""
     return [row.tolist() for row in ragged_in(table, name).rows()]
 
 
@@ -165,10 +163,9 @@ class Continuations:
         }  # fmt: skip
         rows = max(n, self.ranks("actor"), self.ranks("critic") if values else 1)
         seed = derive_seed("turns", self._seed, self._draws) % 2**31
-        settings = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
         with self._lab.runner.isolated(STAGE):
             batch = self._lab.put(table, owner="conversation")
-            batch = self._lab.actor.generate_sequences(batch, samples=rows, seed=seed, **settings)
+            batch = self._lab.actor.generate_sequences(batch, samples=rows, seed=seed, **vars(sampling))
             found = batch.fetch(rows=range(n))
             meta = dict(batch.meta)
             critic = None

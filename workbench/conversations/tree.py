@@ -78,7 +78,6 @@ class Tree:
         return found[::-1]
 
     def children(self, number: int | None) -> list[Turn]:
-        """Return the turns that follow the turn of this number; None: the first turns."""
         return [turn for turn in self.turns if turn.parent == number]
 
     def walk(self) -> Iterator[Turn]:

@@ -75,7 +75,6 @@ class Agents:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Keep the session of the calls open inside the block."""
         with self._sessions:
             self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
             try:
@@ -100,29 +99,25 @@ class Agents:
 
     def ended(self) -> list[tuple[int, Outcome]]:
         """Return (number, outcome) of the calls that have ended since the last time."""
-        if self._open:
-            self._poll()
-        ended, self._ready = self._ready, []
-        return ended
 
-    def _poll(self) -> None:
         def done(call: int, value: Any) -> None:
             if call in self._open:
                 del self._open[call]
                 reward, components = value
                 self._ready.append((call, Outcome(reward=reward, components=components)))
 
-        self._session.poll(0.0, self._sampling.call_timeout_s, done, self.fail)
-        if self._session.alive:
-            return
-        # if it is unknown which call ended the process, make one call at a time, so that it is known next time
-        self._concurrency = 1 if self._session.begun else self._sampling.concurrency
-        self._ready += [(call, Outcome(again=True)) for call in sorted(self._open)]
-        self._open.clear()
-        self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
+        if self._open:
+            self._session.poll(0.0, self._sampling.call_timeout_s, done, self.fail)
+            if not self._session.alive:
+                # if it is unknown which call ended the process, make one call at a time, so that it is known next time
+                self._concurrency = 1 if self._session.begun else self._sampling.concurrency
+                self._ready += [(call, Outcome(again=True)) for call in sorted(self._open)]
+                self._open.clear()
+                self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
+        ended, self._ready = self._ready, []
+        return ended
 
     def fail(self, call: int, why: CallFailed) -> None:
-        """Fail a call, whatever it may still return."""
         if call not in self._open:  # the call was already abandoned
             return
         row = self._open.pop(call)
@@ -131,6 +126,5 @@ class Agents:
         self._ready.append((call, Outcome(again=True) if again else Outcome(failure=self.error(row, why))))
 
     def error(self, row: int, why: CallFailed) -> RolloutError:
-        """Return the error of a row's call."""
         function, of = f"agent {name_of(self._function)}", f"row {self._row_numbers[row]} on {self._where}"
         return failure_of(RolloutError, function, of, self._rows[row], why, RULE)

@@ -22,9 +22,8 @@ class Harness:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
         self._takes_client = asks_for(function, "client")
-        setattr(self, needs.NEEDS, self._prepare)
 
-    def _prepare(self) -> None:
+    def __workbench_needs__(self) -> None:
         needs.check_needs(self.function)
         if self._takes_client:
             import openai  # noqa: F401

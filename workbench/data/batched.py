@@ -25,7 +25,7 @@ def batched(*, over: Over = "batch") -> Callable[[F], F]:
     over: "batch": one call with all rows of the batch, from all ranks; "group": one call for the rows of each prompt.
     Rows whose response failed are left out. If a call fails, all its rows have failed.
     """
-    return marked(NAME, over, "batched")
+    return marked(NAME, over)
 
 
 def over_of(function: Any) -> Over | None:

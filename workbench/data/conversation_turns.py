@@ -63,13 +63,12 @@ RULE = "its answers must follow from sample_seed and the turns"
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedTurn:
-    """A turn to replay to an environment. text, more: the arguments of `step`, see `Environments.arguments`. reward,
-    done: from the first answer. observed: `digest` of its observation; "": unknown, and not compared."""
+    """A turn to replay to an environment. text, more: the arguments of `step`, see `Environments.arguments`. reward:
+    from the first answer. observed: `digest` of its observation; "": unknown, and not compared."""
 
     text: str
     more: Mapping[str, Any]
     reward: float
-    done: bool
     observed: str = ""
 
 
@@ -127,10 +126,10 @@ class Resumed:
                     f"when turn {number} was repeated, the environment answered {shown(observation)}, and something "
                     f"else before: {RULE}"
                 )
-            if done != turn.done or not math.isclose(reward, turn.reward, rel_tol=1e-6, abs_tol=1e-6):
+            if done or not math.isclose(reward, turn.reward, rel_tol=1e-6, abs_tol=1e-6):
                 raise RuntimeError(
                     f"when turn {number} was repeated, the environment gave reward {reward:g} and done={done}, and "
-                    f"before {turn.reward:g} and {turn.done}: {RULE}"
+                    f"before {turn.reward:g} and False: {RULE}"
                 )
 
 

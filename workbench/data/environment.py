@@ -170,7 +170,7 @@ class Environments:
         replayed = []
         for turn in turns:
             text, more = self.arguments(Turn(row=row, response_ids=turn.ids, lead_ids=turn.lead_ids))
-            replayed.append(ReplayedTurn(text=text, more=more, reward=turn.reward, done=False, observed=turn.observed))
+            replayed.append(ReplayedTurn(text=text, more=more, reward=turn.reward, observed=turn.observed))
         self._of(row).made.add(row)
         self._begun_s[row] = time.monotonic()
         calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in replayed)
@@ -224,7 +224,6 @@ class Environments:
             self._ready.append((row, Reply(limit="max_seconds")))
 
     def _limit(self, row: int) -> Literal["max_seconds", "max_calls"] | None:
-        """Return the limit that a conversation has reached; None: no limit."""
         if self._is_late(row):
             return "max_seconds"
         most = self._sampling.max_calls
@@ -297,7 +296,6 @@ class Environments:
         raise self._error("reset", row, why)
 
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
-        """Return the reply with the prompt for a conversation that begins with messages."""
         with self._as_failure("reset", row):
             marked, tools = self._escape((messages, [] if self._shown else self._tools))
             prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, marked, tools, self._form))
@@ -343,7 +341,6 @@ class Environments:
         return value if self._control else escape(self._tokenizer, value)
 
     def _close(self) -> list[RolloutError]:
-        """Close the environments in use; return the errors."""
         errors = list[RolloutError]()
 
         def failed(row: int, why: CallFailed) -> None:

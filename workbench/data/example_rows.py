@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.data.prompt_rows import FORM, Conversation, Message, chat_messages
+from workbench.data.prompt_rows import Conversation, Message, chat_messages, conversation_of, messages_of
 from workbench.data.readers import Row
-from workbench.data.user_functions import is_flag
+from workbench.data.user_functions import MOST, is_flag
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 
@@ -20,8 +20,6 @@ RESPONSES = ("response", "completion", "answer")
 LABELS = ("label", "desirable")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +53,9 @@ def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
     response = next((name for name in RESPONSES if name in row), None)
     if prompt and response:
         text, turns = _answer(row[response], where, response, several=not rated)
-        return Example(prompt=_prompt(row[prompt], where, prompt), answers=(text,), turns=(turns,))
+        return Example(prompt=conversation_of(f"{where}: {prompt!r}", row[prompt]), answers=(text,), turns=(turns,))
     if "messages" in row:
-        messages = _messages(row["messages"], where, "messages")
+        messages = messages_of(f"{where}: 'messages'", row["messages"])
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
         first = answers[-1 if rated else 0] if answers else len(messages) - 1
         text, turns = _said(messages[first:], where)
@@ -107,13 +105,14 @@ def pair(row: Row, where: str) -> Example:
             "rename its columns, or drop the row",
         )
     margin = row.get("margin")
-    if margin is not None and not _is_finite(margin):
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if margin is not None and not (is_number and abs(margin) <= MOST):
         raise BadInput(f"{where}: margin={shown(margin)}", "a margin is a finite number", "correct it")
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = next((name for name in PROMPTS if name in row), None)
     if prompt and not _begin_with(row[prompt], chosen, rejected):
         both = [_answer(row[name], where, name) for name in ("chosen", "rejected")]
-        return _pair(_prompt(row[prompt], where, prompt), both, margin)
+        return _pair(conversation_of(f"{where}: {prompt!r}", row[prompt]), both, margin)
     if isinstance(chosen, str) and isinstance(rejected, str):
         start = _shared_text(chosen, rejected)
         if not chosen[:start].strip():
@@ -123,7 +122,7 @@ def pair(row: Row, where: str) -> Example:
                 "add a column 'prompt', or drop the row",
             )
         return Example(prompt=chosen[:start], answers=(chosen[start:], rejected[start:]), margin=margin)
-    turns = [_messages(row[name], where, name) for name in ("chosen", "rejected")]
+    turns = [messages_of(f"{where}: {name!r}", row[name]) for name in ("chosen", "rejected")]
     shared = _shared(*turns)
     # equal dialogues have the answer in common as well; it does not belong to the prompt
     shared = min(shared, len(turns[0]) - 1, len(turns[1]) - 1)
@@ -170,21 +169,7 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the length of the common beginning of two sequences."""
     return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
-
-
-def _prompt(value: Any, where: str, column: str) -> Conversation:
-    if not isinstance(value, str):
-        return _messages(value, where, column)
-    if not value.strip():
-        raise BadInput(f"{where}: {column!r} is empty", "a prompt needs text", "drop the row")
-    return value
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a value is a number that a float32 can hold."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= FLOAT32_MAX
 
 
 def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tuple[str, Sequence[Message]]:
@@ -192,7 +177,7 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
     more messages, see `demonstration`."""
     if isinstance(value, str):
         return value, ()
-    messages = _messages(value, where, column)
+    messages = messages_of(f"{where}: {column!r}", value)
     if not several and (len(messages) != 1 or messages[0]["role"] != "assistant"):
         rule, remedy = "an answer is one assistant message", "move the messages before it into the prompt"
         raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", rule, remedy)
@@ -212,10 +197,3 @@ def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
     text = "\n\n".join(message["content"] for message in messages if message["role"] == "assistant")
     more = len(messages) > 1 or any(value for key, value in messages[0].items() if key not in ("role", "content"))
     return text, messages if more else ()
-
-
-def _messages(value: Any, where: str, column: str) -> list[Message]:
-    messages = chat_messages(value)
-    if messages is None:
-        raise BadInput(f"{where}: {column!r} is {shown(value)}", f"must be text, or {FORM}", "correct or drop the row")
-    return messages

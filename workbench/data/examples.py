@@ -123,13 +123,10 @@ class Examples(EpochRows[Tokenized]):
         self.held_out, self.training = _split(self._all(rows), held_out, seed)
         self._need_margins()
         if not self.training:
-            same = self.equal and not (self.dropped or held_out)
             raise BadInput(
                 f"{self.name}: of {len(rows)} rows none is left for training ({self.summary})",
                 "at least one row must be left",
-                "give pairs whose answers differ"
-                if same
-                else "give more rows, raise max_tokens, give overlong='cut', or hold out fewer",
+                "give more rows or pairs whose answers differ, raise max_tokens, use overlong='cut', or hold out fewer",
             )
         super().__init__(self.training, seed=seed, shuffle=shuffle, called=kind)
 
@@ -158,10 +155,6 @@ class Examples(EpochRows[Tokenized]):
         return table
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.table(self.training[:1]))
-
-    @property
     def summary(self) -> str:
         """One line about the rows that were read, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
         told = [f"{len(self.training)} {self.kind}"]
@@ -182,7 +175,6 @@ class Examples(EpochRows[Tokenized]):
         return [[len(ids), *ids] for ids in (row.prompt_ids, *row.answer_ids)]
 
     def _all(self, rows: Rows) -> list[Tokenized]:
-        """Return the rows that are kept, tokenized."""
         found = list[Tokenized]()
         for i, row in enumerate(rows):
             try:
@@ -190,9 +182,7 @@ class Examples(EpochRows[Tokenized]):
                 self.other_tools += bool(row.get("tools")) and not example.tools
                 found += filter(None, [self._fit(example, rows.where(i))])
             except BadInput as error:
-                if not error.value.startswith(rows.where(i)):  # an error of the chat template
-                    error.value = f"{rows.where(i)}: {error.value}"
-                self.skipped.add(error)
+                self.skipped.add(error, rows.where(i))
         return found
 
     def _fit(self, example: Example, where: str) -> Tokenized | None:
@@ -357,7 +347,7 @@ class ExampleStream:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns of its batches."""
-        return (*self.examples.columns, "prompt_uid")
+        return (*self.examples.table(self.examples.training[:1]), "prompt_uid")
 
     @staticmethod
     def check(stream: ExampleStream, kind: Kind, rows: int, name: str = "rows") -> None:
@@ -381,7 +371,6 @@ class ExampleStream:
         return repr(self.examples)
 
     def _repr_html_(self) -> str:
-        """Return the summary and the next three rows, without drawing them."""
         following = [self.examples.at(self.examples.position + i) for i in range(min(3, len(self)))]
         rows = [
             {name: short(text, 200) for name, text in zip(

@@ -89,7 +89,6 @@ def _frequency(text: str, keyword: str, frequency: int, relation: str = "at leas
 
 
 def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
-    """Whether no forbidden word occurs as a whole word."""
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 

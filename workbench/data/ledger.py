@@ -173,7 +173,6 @@ class Ledger:
     # --- kept ---------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Empty the ledger."""
         with self._lock:
             self._totals, self._open, self.changes = Totals.empty(self.rows), [], None
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, Any]
+Conversation = str | list[Message]
 FORM = (
     "messages: a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
     "may have 'tool_calls' in its place, each with the name of its function, and arguments by name or as their JSON"
@@ -48,6 +49,23 @@ def chat_messages(value: Any) -> list[Message] | None:
         return None
     found = [_message(one) for one in value]
     return None if None in found else found  # type: ignore[return-value]
+
+
+def messages_of(where: str, value: Any) -> list[Message]:
+    """Return the messages in a value; raise `BadInput` if it is no list of messages. where: its place."""
+    messages = chat_messages(value)
+    if messages is None:
+        raise BadInput(f"{where} is {shown(value)}", f"must be a text, or {FORM}", "correct or drop the row")
+    return messages
+
+
+def conversation_of(where: str, value: Any) -> Conversation:
+    """Return a text that is not empty, or messages; raise `BadInput` for other values. where: its place."""
+    if not isinstance(value, str):
+        return messages_of(where, value)
+    if not value.strip():
+        raise BadInput(f"{where} is empty", "a prompt needs text", "drop the row")
+    return value
 
 
 def _message(value: Any) -> Message | None:
@@ -107,10 +125,8 @@ def _filled(value: Any) -> Any:
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
-# argument names of reward functions and environments whose values do not come from extra columns
-_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed", LAST_TURN)
-
-Conversation = str | list[dict[str, Any]]
+# argument names of reward functions and environments whose values do not come from extra columns, besides `SCHEMA`
+_RESERVED = ("prompt", "response", "ending", LAST_TURN)
 
 
 @dataclass(frozen=True)
@@ -168,9 +184,7 @@ class PromptReader(ABC):
         try:
             return self._fit(index, row, column, place)
         except BadInput as error:
-            if place not in error.value:  # an error of the chat template
-                error.value = f"{place}: {error.value}"
-            self.skipped.add(error)
+            self.skipped.add(error, place)
             return None
 
     def none_left(self, seen: str) -> BadInput:
@@ -181,7 +195,6 @@ class PromptReader(ABC):
         return BadInput(f"{self._name} holds {only}{first}", "at least one prompt must be left", remedy)
 
     def counts(self) -> list[str]:
-        """Return how many rows were cut, dropped and skipped, in words."""
         over = f"over {self.max_prompt_tokens} tokens"
         return counts(over, self.cut, self.dropped, self.skipped, self.with_control_tokens)
 
@@ -204,45 +217,39 @@ class PromptReader(ABC):
         return table(rows, caption=caption) + bad
 
     def _fit(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
-        """Return the row's prompt with its token ids, cut if `overlong` says so; None if the row is dropped."""
         if column not in row:
             raise BadInput(
                 f"{place} has no column {column!r}", "every row needs a prompt", "drop the row or complete it"
             )
         conversation = self._whole(f"column {column!r} of {place}", row[column])
         extra = {key: value for key, value in row.items() if key != column}
-        if taken := [key for key in _RESERVED if key in extra]:
+        if taken := [key for key in extra if key in _RESERVED or key in SCHEMA]:
             raise BadInput(
                 f"{place} has a column {taken[0]!r} beside its prompt column {column!r}",
-                "reward functions and environments receive another value by this name",
-                "rename or drop the column first",
-            )
-        if taken := [key for key in extra if key in SCHEMA]:
-            raise BadInput(
-                f"{place} has a column {taken[0]!r}",
-                "stages write a column of that name, and would read the data set's instead",
+                "stages, reward functions and environments use this name for another value",
                 f"rename or drop it first: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         tools = row_tools(extra)
         self.other_tools += not tools and bool(extra.get("tools"))
-        self.unread |= unread(self._tokenizer, _messages(conversation) or (), tools)
+        self.unread |= unread(self._tokenizer, () if isinstance(conversation, str) else conversation, tools)
         ids = self.render(conversation, tools=tools)
         self._warned = self._warned or warn_if_rendered(contents(conversation), named(place, self._name))
         self.with_control_tokens += not self.control_tokens and escape(self._tokenizer, conversation) != conversation
-        if len(ids) <= self.max_prompt_tokens:
-            return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
-        if self.overlong == "error":
-            raise BadInput(
-                f"the prompt of {place} has {len(ids)} tokens",
-                f"max_prompt_tokens is {self.max_prompt_tokens}",
-                "raise it, or give overlong='filter' or overlong='cut'",
-            )
-        shorter = self._shortened(conversation, tools) if self.overlong == "cut" else None
-        if shorter is None:
-            self.dropped += 1
-            return None
-        self.cut += 1
-        return PromptRow(index, _text(shorter), self.render(shorter, tools=tools), extra, _messages(shorter))
+        if len(ids) > self.max_prompt_tokens:
+            if self.overlong == "error":
+                raise BadInput(
+                    f"the prompt of {place} has {len(ids)} tokens",
+                    f"max_prompt_tokens is {self.max_prompt_tokens}",
+                    "raise it, or give overlong='filter' or overlong='cut'",
+                )
+            shorter = self._shortened(conversation, tools) if self.overlong == "cut" else None
+            if shorter is None:
+                self.dropped += 1
+                return None
+            self.cut += 1
+            conversation, ids = shorter, self.render(shorter, tools=tools)
+        messages = None if isinstance(conversation, str) else conversation
+        return PromptRow(index, _text(conversation), ids, extra, messages)
 
     def render(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> list[int]:
         """Return the token ids of a text or of messages, rendered like the other prompts. called: its name in a
@@ -301,29 +308,19 @@ def prompt_column_of(row: Row, asked: str | None) -> str:
 
 def _conversation(where: str, value: Any) -> Conversation:
     """Return a checked prompt: a text, or messages that include a user's message and do not end with an assistant's."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise BadInput(f"{where} is empty", "a prompt needs text", "drop the row")
-        return value
-    rule = f"a prompt must be a text, or {FORM}"
-    messages = chat_messages(value) if isinstance(value, list) else None
-    if messages is None:
-        raise BadInput(f"{where} is {shown(value, 60)}", rule, "convert the column first")
-    if not any(m["role"] == "user" and m["content"].strip() for m in messages):
-        raise BadInput(f"{where} has no user message with text", rule, "drop the row")
-    if messages[-1]["role"] == "assistant":
+    found = conversation_of(where, value)
+    if isinstance(found, str):
+        return found
+    if not any(m["role"] == "user" and m["content"].strip() for m in found):
+        raise BadInput(f"{where} has no user message with text", "a prompt needs text", "drop the row")
+    if found[-1]["role"] == "assistant":
         raise BadInput(
             f"{where} ends with the assistant's message", "the response must come next", "drop that last message"
         )
-    return messages
-
-
-def _messages(conversation: Conversation) -> list[dict[str, Any]] | None:
-    return None if isinstance(conversation, str) else conversation
+    return found
 
 
 def contents(conversation: Conversation) -> list[str]:
-    """Return the texts of a conversation."""
     return [conversation] if isinstance(conversation, str) else [message["content"] for message in conversation]
 
 

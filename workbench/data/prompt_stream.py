@@ -66,7 +66,6 @@ def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...
 
 
 def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int, ...]) -> list[Any]:
-    """Return the index labels of the chosen rows, in order."""
     if isinstance(found, pd.DataFrame):
         found = found.index
     if not isinstance(found, pd.Series | pd.Index | list | tuple | np.ndarray):
@@ -77,8 +76,6 @@ def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int
         raise _wrong(called, f"a row {shown(rows[int(np.argmin(known))])} that the ledger does not have")
     if not isinstance(found, pd.Series):
         return list(rows)
-    if rows.has_duplicates:
-        raise _wrong(called, "a Series that has a row twice")
     found = found.reindex(ledger.index)
     if pd.api.types.is_bool_dtype(found.dropna().infer_objects().dtype):
         return list(ledger.index[(found == True).to_numpy()])  # noqa: E712 (NaN is False)
@@ -269,7 +266,6 @@ class PromptStream(NamedAttributes):
         return self.source, self.records
 
     def _chosen(self, order: Order, n: int, iteration: int) -> list[int]:
-        """Return the positions of the rows to draw next for an iteration. order: see `order`."""
         source, records = self._recorded("lab.prompts.order")
         ledger = ledger_frame(source, records, iteration)
         seed = (self._seed, self.drawn)
@@ -288,7 +284,6 @@ class PromptStream(NamedAttributes):
         return {**self.source.state_dict(), **kept}
 
     def reset(self) -> None:
-        """Start again from the first prompts."""
         self.restore(0, self._first, None)
 
     def restore(
@@ -359,11 +354,8 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
 
     called: the mapping's name for messages.
     """
-    if not isinstance(settings, Mapping):
+    if not isinstance(settings, Mapping) or type(settings).__module__.startswith("datasets."):  # a dict of splits
         return {"source": settings}
-    if settings and "source" not in settings and all(hasattr(rows, "column_names") for rows in settings.values()):
-        remedy = f"write prompts=data[{next(iter(settings))!r}]"
-        raise BadInput(f"{called} of the splits {', '.join(settings)}", "prompts are read from one split", remedy)
     parameters = [p for p in inspect.signature(Prompts).parameters.values() if p.name != "tokenizer"]
     stream = inspect.Parameter("stream", inspect.Parameter.KEYWORD_ONLY, default=False)
     check_names(called, [*parameters, stream], settings)
@@ -372,10 +364,9 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
 
 def prompts_of(options: Mapping[str, Any], tokenizer: Any) -> Prompts | StreamedPrompts:
     """Make prompts from their options; stream=True: from a source that is larger than memory."""
-    options = dict(options)
-    stream = options.pop("stream", False)
-    checked("stream", stream, bool)
-    return StreamedPrompts(**options, tokenizer=tokenizer) if stream else Prompts(**options, tokenizer=tokenizer)
+    given = {name: value for name, value in options.items() if name != "stream"}
+    kind = StreamedPrompts if checked("stream", options.get("stream", False), bool) else Prompts
+    return kind(**given, tokenizer=tokenizer)
 
 
 def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
@@ -406,19 +397,14 @@ def reading(prompts: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 def check_room(prompts: Prompts | StreamedPrompts, generation: Generation | None) -> None:
     """Raise `BadInput` if the longest prompt, or in a stream the longest allowed one, leaves no room for a response."""
     if isinstance(prompts, StreamedPrompts):
-        if generation and prompts.max_prompt_tokens >= generation.max_model_tokens:
-            raise BadInput(
-                f"max_prompt_tokens={prompts.max_prompt_tokens} with stream=True",
-                "a stream may have prompts of that length, and prompt and response together have at most "
-                f"Generation.max_model_tokens={generation.max_model_tokens}",
-                "give a smaller max_prompt_tokens, or raise max_model_tokens",
-            )
-        return
-    longest = prompts.longest
-    tokens = len(longest.prompt_ids)
+        tokens, given = prompts.max_prompt_tokens, f"max_prompt_tokens={prompts.max_prompt_tokens} with stream=True"
+    else:
+        longest = max(prompts.rows, key=lambda row: len(row.prompt_ids))
+        tokens = len(longest.prompt_ids)
+        given = f"the prompt of row {longest.index} has {tokens} tokens"
     if generation and tokens >= generation.max_model_tokens:
         raise BadInput(
-            f"the prompt of row {longest.index} has {tokens} tokens",
+            given,
             f"prompt and response together have at most Generation.max_model_tokens={generation.max_model_tokens}",
             "raise it, or leave long prompts out with prompts={'source': ..., 'max_prompt_tokens': n}",
         )

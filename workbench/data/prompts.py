@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +17,16 @@ from workbench.errors import BadInput
 from workbench.support.validation import whole
 
 R = TypeVar("R")
+
+
+def check_same(called: str, identity: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise `BadInput` if a saved state belongs to other rows, or to another order. called: their name."""
+    if differ := [key for key, value in identity.items() if saved.get(key) != value]:
+        raise BadInput(
+            f"the saved {called} differ in {', '.join(differ)}",
+            f"rows can be resumed only with the same {', '.join(identity)}",
+            "use the source, tokenizer and settings of the saved ones, or start without loading",
+        )
 
 
 class EpochRows(Generic[R]):
@@ -63,14 +73,7 @@ class EpochRows(Generic[R]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from a `state_dict`. Raises `BadInput` if its rows, or their order, differ from these."""
-        differ = [key for key, value in self._identity.items() if state.get(key) != value]
-        if differ:
-            raise BadInput(
-                f"the saved {self._called} differ in {', '.join(differ)}",
-                "rows can be resumed only with the same seed, shuffle and token ids",
-                "use the source, tokenizer and settings of the saved ones, or start without loading",
-            )
-        whole("position", state.get("position"), 0)  # type: ignore[arg-type]
+        check_same(self._called, self._identity, state)
         self.position = state["position"]
 
     @functools.cached_property
@@ -83,7 +86,6 @@ class EpochRows(Generic[R]):
         return {"seed": self.seed, "shuffle": self.shuffle, "token ids": digest.hexdigest()}
 
     def numbers_of(self, row: R) -> Iterable[Sequence[int]]:
-        """Return the numbers that identify a row."""
         raise NotImplementedError
 
 
@@ -122,11 +124,6 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         if not kept:
             raise self.none_left(f"{len(rows)} rows")
         EpochRows.__init__(self, kept, seed=self.seed, shuffle=self.shuffle, called="prompts")
-
-    @property
-    def longest(self) -> PromptRow:
-        """The row with the most tokens."""
-        return max(self.rows, key=lambda row: len(row.prompt_ids))
 
     @property
     def summary(self) -> str:

@@ -43,8 +43,10 @@ class Skipped(list[str]):
         super().__init__()
         self.bad_rows, self.total = bad_rows, 0
 
-    def add(self, error: BadInput) -> None:
-        """Count an unusable row; raise `error` if rows may not be skipped."""
+    def add(self, error: BadInput, place: str = "") -> None:
+        """Count an unusable row; raise `error` if rows may not be skipped. place: of the row, for errors without it."""
+        if place not in error.value:  # an error of the chat template
+            error.value = f"{place}: {error.value}"
         if self.bad_rows == "error":
             raise error
         self.total += 1
@@ -259,11 +261,7 @@ def arrow_library(path: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise MissingDependency(
-            f"{str(path)!r} is read by pyarrow",
-            "which is not installed",
-            "run `pip install -e '.[data]'` in the checkout, or `pip install pyarrow`, and restart the kernel",
-        ) from None
+        raise MissingDependency.of("pyarrow", f"it reads {str(path)!r}", "data", "`pip install pyarrow`") from None
 
 
 @contextlib.contextmanager

@@ -170,6 +170,9 @@ def score_rows(
     def error(i: int, why: CallFailed) -> RewardError:
         returns = RULE_OF_STEPS if isinstance(response_tokens[i], Steps) else RULE
         of = f"row {row_numbers[i]} on {where}"
+        if why.what.startswith("returned {"):
+            remedy = 'give components, a function for each number: function={"right": right, "format": (tidy, 0.2)}'
+            why = why._replace(remedy=remedy)
         return failure_of(RewardError, f"reward function {name_of(function)}", of, rows[i], why, returns)
 
     scores: dict[int, Score]

@@ -40,6 +40,7 @@ from workbench.models.tokenizers import has_texts
 from workbench.support.checked_calls import checked_call
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
+PICTURES = ("image", "images", "videos")  # columns of data sets for models that see
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
@@ -47,21 +48,28 @@ SPEAKERS = {
 
 
 class Convention(NamedTuple):
-    """A naming convention for columns. name: for messages. holds: whether a row follows it. read: renames columns."""
+    """A naming convention for columns. name: for messages; "" if the columns have our names. holds: whether a row
+    follows it. read: renames columns; None: they keep their names."""
 
     name: str
     holds: Callable[[Row], bool]
-    read: Callable[[Row], Row]
+    read: Callable[[Row], Row] | None = None
 
-    def of(self, row: Row) -> Row:
-        """Return the row with our column names; unchanged if it does not follow the convention: then reading it as a
-        prompt reports missing columns."""
-        return self.read(row) if self.holds(row) else row
+    def of(self, row: Row, where: str) -> Row:
+        """Return the row with our column names. Raises `BadInput` for a row that does not follow the convention."""
+        if self.read is None:
+            return row
+        if not self.holds(row):
+            raise BadInput(
+                f"{where} has only {', '.join(map(repr, row))}", f"the first row has {self.name}",
+                "complete the row, or drop it",
+            )  # fmt: skip
+        return self.read(row)
 
 
-def convention_of(row: Row) -> Convention | None:
-    """Return the convention of a source, from its first row; None: the columns have our names."""
-    return next((one for one in CONVENTIONS if one.holds(row)), None)
+def convention_of(row: Row) -> Convention:
+    """Return the convention of a source, from its first row."""
+    return next(one for one in CONVENTIONS if one.holds(row))
 
 
 def _has_messages(value: object, *keys: str) -> bool:
@@ -119,8 +127,8 @@ CONVENTIONS = (
     Convention(
         "TRL's conversations: messages in 'prompt' or 'messages'",
         lambda row: any(_has_messages(row.get(name), "role", "content") for name in ("prompt", "messages")),
-        lambda row: row,
     ),
+    OURS := Convention("", lambda row: True),
 )
 
 
@@ -159,17 +167,20 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
 
     bad_rows: "error": an unreadable row raises `BadInput`, which gives its number and the reason; "skip": the row is
     left out, and the rows' `skipped` lists both. conventions: whether columns of verl, TRL, OpenRLHF, Alpaca and
-    ShareGPT are recognised, see `workbench.data.sources`; the rows' `read_as` has the convention.
+    ShareGPT are recognised by the first row, see `workbench.data.sources`; the rows' `read_as` has the convention. Rows
+    that lack its columns, and rows with pictures, are unreadable.
 
     Raises `BadInput` (empty, malformed or unknown source; with file and line number), `MissingDependency` (the library
     that reads a file or hub id is missing), `ModelUnavailable` (hub id that cannot be fetched).
     """
     name, items = _named_rows(source)
-    rows, first = Rows(name, Skipped(bad_rows)), None
+    rows, first, convention = Rows(name, Skipped(bad_rows)), None, None if conventions else OURS
     for placed in items:
         first = first or placed
         try:
-            rows.append(row_of(placed, first, name))
+            row = row_of(placed, first, name)
+            convention = convention or convention_of(row)
+            rows.append(convention.of(row, named(placed.place, name)))
         except BadInput as error:
             rows.skipped.add(error)
         else:
@@ -178,9 +189,7 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     if not rows:
         reason = f"; {rows.skipped[0]}" if rows.skipped else ""
         raise BadInput(f"{name} holds no rows{reason}", "a source needs at least one row", _FORMS)
-    if conventions and (found := convention_of(rows[0])) is not None:
-        rows.read_as = found.name
-        rows[:] = [found.of(row) for row in rows]
+    rows.read_as = convention.name if convention else ""
     return rows
 
 
@@ -197,6 +206,9 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
     row: Row = {"prompt": item} if isinstance(item, str) else {str(name): one for name, one in _plain(item).items()}
     if isinstance(item, dict) and len(row) < len(item):
         raise BadInput(f"{named(place, source)} has columns {shown([*item])}", "names are unique texts", "rename one")
+    if seen := [name for name in PICTURES if row.get(name)]:
+        rule = "models read only texts here, and would miss what the row shows"
+        raise BadInput(f"{named(place, source)} has {seen[0]!r}", rule, "drop the row, or the column if texts suffice")
     broken = next((name for name, value in row.items() if not has_texts(value)), None)
     if broken is not None:
         raise BadInput(
@@ -208,7 +220,6 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
 
 
 def _named_rows(source: Source) -> tuple[str, Iterable[Placed]]:
-    """Return a source's name for messages, and an iterable of its rows."""
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
         return _of_file(Path(source).expanduser())
     if isinstance(source, str):
@@ -312,18 +323,14 @@ def _named(source: str) -> tuple[str, Iterable[Placed]]:
     if path.exists() or path.suffix == ".txt":
         return _of_file(path)  # raises an error, because the name has no known ending
     known = ", ".join(map(repr, sorted(bundled)))
-    close = get_close_matches(source.partition("/")[0], bundled, n=1, cutoff=0.8)
+    head, _, split = source.partition("/")
     hub = _HUB_ID.fullmatch(source)
-    if hub and close and source.partition("/")[2] in {path.stem for path in (DATASETS / close[0]).glob("*.jsonl")}:
-        meant = f"{close[0]}/{source.partition('/')[2]}"
-        raise BadInput(
-            f"no data set {source!r}", f"datasets/ holds {known}",
-            f"did you mean {meant!r}? A data set of the hub with that name is {source + '/train'!r}",
-        )  # fmt: skip
+    close = "".join(get_close_matches(head, bundled, n=1, cutoff=0.8 if hub else 0.6))
+    remedy = (f"did you mean {close!r}? Otherwise " if close else "") + _FORMS
     if hub:
-        return source, numbered(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"))
-    close = get_close_matches(source.partition("/")[0], bundled, n=1)
-    remedy = (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
+        if split not in {path.stem for path in (DATASETS / close).glob("*.jsonl")}:
+            return source, numbered(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"))
+        remedy = f"did you mean '{close}/{split}'? A data set of the hub with that name is '{source}/train'"
     raise BadInput(f"no data set {source!r}", f"datasets/ holds {known}", remedy)
 
 
@@ -355,11 +362,8 @@ def _datasets_library(repo: str) -> Any:
         library = None
     # Without the library, an import in a checkout's root finds the folder datasets/ instead.
     if not hasattr(library, "load_dataset"):
-        raise MissingDependency(
-            f"{repo!r} is read as a data set of the hub",
-            "that needs the `datasets` library, which is not installed",
-            f"run `pip install -e '.[data]'` in the checkout, or `pip install datasets`; or {_FORMS}",
-        )
+        rule = f"it reads {repo!r} as a data set of the hub"
+        raise MissingDependency.of("the library datasets", rule, "data", f"`pip install datasets`; or {_FORMS}")
     return library
 
 

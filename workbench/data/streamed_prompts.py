@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
+from workbench.data.prompts import check_same
 from workbench.data.readers import Placed, Row
-from workbench.data.sources import Source, blocks_of, convention_of, row_of
+from workbench.data.sources import OURS, Source, blocks_of, convention_of, row_of
 from workbench.errors import BadInput
 from workbench.support.validation import whole
 
@@ -34,10 +35,10 @@ class StreamedPrompts(PromptReader):
         self.position = 0
         self._blocks = blocks_of(source)
         self._first, row = self._first_row()
-        self._convention = convention_of(row) if column is None else None
-        self.read_as = self._convention.name if self._convention else ""
-        self._columns = tuple(self._in_our_columns(row))
-        self._column = prompt_column_of(self._in_our_columns(row), column)
+        self._convention = convention_of(row) if column is None else OURS
+        self.read_as = self._convention.name
+        row = self._convention.of(row, self._first.place)
+        self._columns, self._column = tuple(row), prompt_column_of(row, column)
         self._place: Position = (0, 0, 0)
         self._stream = self._positioned_rows()
 
@@ -54,7 +55,6 @@ class StreamedPrompts(PromptReader):
         return found
 
     def _draw(self, n: int, one_epoch: bool) -> list[PromptRow]:
-        """Read n prompts; with `one_epoch` fewer, if the epoch ends."""
         found: list[PromptRow] = []
         began, rows = self._place[0], 0
         while len(found) < n:
@@ -105,13 +105,7 @@ class StreamedPrompts(PromptReader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from a `state_dict`. Raises `BadInput` if its source, or the rows' order, differs."""
-        differ = [key for key, value in self._identity().items() if state.get(key) != value]
-        if differ:
-            raise BadInput(
-                f"the saved prompts differ in {', '.join(differ)}",
-                "a stream can be resumed only with the same source, seed, shuffle and columns",
-                "open it with the source and settings of the saved one, or start without loading",
-            )
+        check_same("prompts", self._identity(), state)
         epoch, block, row = state["place"]
         self._place, self.position = (epoch, block, row), state["position"]
         self.dropped, self.cut, self.skipped.total = (state["counts"][name] for name in ("dropped", "cut", "skipped"))
@@ -119,7 +113,6 @@ class StreamedPrompts(PromptReader):
         self._stream = self._positioned_rows()
 
     def _identity(self) -> dict[str, Any]:
-        """Return the values that decide the order of the prompts."""
         return {"seed": self.seed, "shuffle": self.shuffle, "column": self._column, "source": self._blocks.identity}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -132,16 +125,13 @@ class StreamedPrompts(PromptReader):
                     return placed, row_of(placed, placed, self._name)
         raise BadInput(f"{self._name} holds no rows", "a source needs at least one row", "give another source")
 
-    def _in_our_columns(self, row: Row) -> Row:
-        return self._convention.of(row) if self._convention else row
-
     def _prompt_of(self, placed: Placed) -> PromptRow | None:
         try:
-            row = row_of(placed, self._first, self._name)
+            row = self._convention.of(row_of(placed, self._first, self._name), placed.place)
         except BadInput as error:
             self.skipped.add(error)
             return None
-        return self.prompt(placed.number, self._in_our_columns(row), self._column, placed.place)
+        return self.prompt(placed.number, row, self._column, placed.place)
 
     def _positioned_rows(self) -> Iterator[tuple[Position, Placed | None]]:
         """Yield (position after the row, row) from the stream's position on; at the end of a block the row is None."""

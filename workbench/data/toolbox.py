@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from workbench.data.sandbox import REMEDY, check_sandbox, run_python
+from workbench.data.sources import read_rows
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
 from workbench.support.calls.needs import needs
@@ -117,9 +118,9 @@ def search(
 ) -> Tool:  # fmt: skip
     """Make a tool that finds texts of a corpus by their words, best match first (SQLite's full-text search, BM25).
 
-    corpus: texts; or rows with a "text" and perhaps a "title"; or a .jsonl file of such rows; or a folder, whose .txt
-        and .md files are the texts, with their names as titles. The index is kept under `$WORKBENCH_HOME`, and made
-        again if the corpus has changed. On a cluster, all machines must see that folder.
+    corpus: texts; or rows with a "text" and perhaps a "title"; or a file of such rows, see `read_rows`; or a folder,
+        whose .txt and .md files are the texts, with their names as titles. The index is kept under `$WORKBENCH_HOME`,
+        and made again if the corpus has changed. On a cluster, all machines must see that folder.
     results: the most results of one call. words: words to show around a match, at most 64. name: the tool's name.
 
     To try it: `tool.function("capital France")`. Raises `BadInput` for a corpus without texts.
@@ -144,21 +145,13 @@ def search(
 
 
 def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
-    """Yield title and text of each entry."""
     if isinstance(corpus, str | Path):
         path = Path(corpus).expanduser()
         if path.is_dir():
             for file in sorted(file for pattern in TEXT_FILES for file in path.rglob(pattern)):
                 yield file.stem, file.read_text(errors="replace")
             return
-        if not path.exists():
-            raise BadInput(
-                f"corpus={str(corpus)!r:.80}", f"there is no such file or folder in {str(Path.cwd())!r:.80}",
-                "give the path of a folder or a .jsonl file; texts of your own go in a list: search(['...'])",
-            )  # fmt: skip
-        if not path.is_file() or path.suffix != ".jsonl":
-            raise BadInput(f"corpus={str(corpus)!r:.80}", "must be a folder, a .jsonl file, or a list of texts")
-        corpus = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        corpus = read_rows(path, conventions=False)
     for n, row in enumerate(corpus):
         text, title = (row, "") if isinstance(row, str) else (None, "")
         if isinstance(row, Mapping):
@@ -183,7 +176,6 @@ def _index(rows: Sequence[tuple[str, str]]) -> Path:
 
 
 def _found(path: str, query: str, results: int, words: int) -> list[dict[str, str]]:
-    """Return the texts that match any word of a query, best match first."""
     if not (asked := list(dict.fromkeys(WORD.findall(query)))):
         raise BadInput(f"query={query!r:.80}", "has no words")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import inspect
@@ -60,8 +61,6 @@ class Tool:
             return function
         from workbench.models.turn_messages import schema_of
 
-        if not callable(function):
-            raise BadInput(f"a tool {function!r:.60}", "must be a function", "give functions: wb.Tools([add])")
         schema = schema_of(function)
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
@@ -72,16 +71,7 @@ class Tool:
                     "write each argument with its name",
                 )
         hints = get_type_hints(function, include_extras=True)
-        types = {parameter.name: hints[parameter.name] for parameter in parameters}
-        try:
-            cls(schema, function, types).checks  # noqa: B018 (on a throwaway tool, so that no cache is pickled)
-        except Exception as error:  # pydantic raises many classes
-            raise BadInput(
-                f"a tool {schema['function']['name']!r}",
-                f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
-                "use types that JSON has",
-            ) from error
-        return cls(schema, function, types)
+        return cls(schema, function, {parameter.name: hints[parameter.name] for parameter in parameters})
 
     @property
     def name(self) -> str:
@@ -186,8 +176,6 @@ class Tools:
 
 
 class ToolConversation:
-    """The environment of one sample with tools."""
-
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
 
@@ -273,26 +261,24 @@ async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
 async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
     """Make a call in a thread of its own, and return its result. Raises `TooLong` after so many seconds; then the call
     ends as soon as it executes Python code again."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if not future.done():
-            future.set_result(value) if error is None else future.set_exception(error)
+    answered: concurrent.futures.Future[tuple[Any, Exception | None]] = concurrent.futures.Future()
 
     def run() -> None:
         # after the time limit the thread ends, and its result is dropped
-        with contextlib.suppress(RuntimeError, TooLong):  # the loop was closed
+        with contextlib.suppress(TooLong, concurrent.futures.InvalidStateError):
             with time_limit(seconds):
                 outcome = _outcome(call)
-            loop.call_soon_threadsafe(settle, *outcome)
+            answered.set_result(outcome)
 
     thread = threading.Thread(target=run, daemon=True, name="tool")
     thread.start()
     try:
-        return await _within(seconds, future)
+        value, error = await _within(seconds, asyncio.wrap_future(answered))
     finally:
         time_limit.end(thread)
+    if error is not None:
+        raise error
+    return value
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

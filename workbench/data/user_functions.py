@@ -155,7 +155,6 @@ def checked_score(value: Any, row: object, tokens: int | Steps) -> Score:
 def score_together(
     function: Callable[..., Any], state: object, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps]
 ) -> Any:
-    """Call a function of many rows for these rows."""
     return function(**{name: [row[name] for row in rows] for name in accepted(function, rows[0])})
 
 
@@ -177,7 +176,14 @@ def reset(make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapp
     `TypeError` if `reset` needs a value that the row lacks."""
     environment = state[row] = make()
     asks = asks_for(getattr(environment, "step", reset), MESSAGE)
-    value = _reset(environment, values)
+    value = None
+    if (method := getattr(environment, "reset", None)) is not None:
+        given = accepted(method, values)
+        try:
+            inspect.signature(method).bind(**given)
+        except TypeError as error:
+            raise TypeError(f"reset{inspect.signature(method)}: {error}; the row has {', '.join(values)}") from None
+        value = method(**given)
     if not inspect.iscoroutine(value):
         return value, asks
 
@@ -185,20 +191,6 @@ def reset(make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapp
         return await value, asks
 
     return awaited()
-
-
-def _reset(environment: Any, values: Mapping[str, Any]) -> Any:
-    method = getattr(environment, "reset", None)
-    if method is None:
-        return None
-    given = accepted(method, values)
-    try:
-        inspect.signature(method).bind(**given)
-    except TypeError as error:
-        raise TypeError(f"reset{inspect.signature(method)}: {error}; the row has {', '.join(values)}") from None
-    except ValueError:  # a callable without a readable signature
-        pass
-    return method(**given)
 
 
 def checked_beginning(beginning: tuple[Any, bool], *call: object) -> tuple[str | list[dict[str, Any]] | None, bool]:
@@ -242,7 +234,6 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
 
 
 def close(make: object, state: dict[int, Any], row: int) -> Any:
-    """Close the environment of a row, if it was made and has `close`."""
     method = getattr(state.get(row), "close", None)
     return method() if callable(method) else None
 

@@ -68,9 +68,9 @@ def group_diversity(
     n-gram. The mean Jaccard distance measures diversity like Self-BLEU (Zhu et al. 2018,
     https://arxiv.org/abs/1802.01886), but for each response. A response alone in its group earns 0. right: a verifier;
     a response that it scores 0 or less earns 0, but is still compared with the others.
-    Raises `BadInput` if `right` is no function of one response, or arguments have unequal lengths.
+    Raises `BadInput` if `right` is no function of one response.
     """
-    columns = _same_rows(response, {"prompt": prompt, "last_turn": last_turn, **row})
+    columns = {"prompt": prompt, "response": response, "last_turn": last_turn, **row}
     units = [text.split() if unit == "words" else text for text in response]
     grams = [{tuple(one[i : i + n]) for i in range(max(len(one) - n + 1, 1))} for one in units]  # at least one each
     scores = [
@@ -94,39 +94,27 @@ def group_length(
     including an environment's observations. To favour long responses, give the component a negative weight.
     right: a verifier, as in the paper; a response that it scores 0 or less earns min(0, the length score), so that a
         wrong answer is not rewarded for being short. None: all responses count as right.
-    Raises `BadInput` if `right` is no function of one response, or arguments have unequal lengths.
+    Raises `BadInput` if `right` is no function of one response.
     """
-    columns = _same_rows(response, {"prompt": prompt, "response_ids": response_ids, "last_turn": last_turn, **row})
+    columns = {"prompt": prompt, "response": response, "response_ids": response_ids, "last_turn": last_turn, **row}
     lengths = [len(ids) for ids in response_ids]
     shortest, span = min(lengths, default=0), max(lengths, default=0) - min(lengths, default=0)
     scores = [0.5 - (length - shortest) / span if span else 0.0 for length in lengths]
     return [score if good else min(0.0, score) for score, good in zip(scores, _passed(right, columns), strict=True)]
 
 
-def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the given columns, including the responses; raise `BadInput` for unequal lengths."""
-    given = {"response": response, **{name: column for name, column in columns.items() if column is not None}}
-    for name, column in given.items():
-        if not isinstance(column, Sequence) or len(column) != len(response):
-            raise BadInput(
-                f"{name}={shown(column)} beside {len(response)} responses",
-                "each argument must be a list with one value a response",
-                "give the function to compute_reward, which calls it this way",
-            )
-    return given
-
-
 def _passed(right: Verifier | None, columns: dict[str, Any]) -> list[bool]:
-    """Return for each response whether the verifier gives more than 0."""
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    """Return for each response whether the verifier gives more than 0. columns: of the rows; None: not given."""
     if right is None:
-        return [True] * len(rows)
+        return [True] * len(columns["response"])
     if over_of(right) is not None or inspect.iscoroutinefunction(right):
         raise BadInput(
             f"right={shown(right)}",
             "must be a function of one response, not batched and not async",
             "write right=wb.verifiers.arithmetic",
         )
+    given = {name: column for name, column in columns.items() if column is not None}
+    rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
     scores = [right(**accepted(right, one)) for one in rows]
     try:
         return [finite_number(score) > 0 for score in scores]
@@ -164,7 +152,7 @@ def arithmetic(prompt: str, response: str, answer: str | int | float, last_turn:
 
     Values are compared: "42.0" equals "42". Raises `BadInput` if `answer` is not exactly one number.
     """
-    return float(_last(_answered(response, last_turn)) == _only(_text(answer), shown(answer)))
+    return float(_last(_answered(response, last_turn)) == _only(str(answer), shown(answer)))
 
 
 def gsm8k(prompt: str, response: str, answer: str, last_turn: str | None = None, **_: Any) -> float:
@@ -174,7 +162,7 @@ def gsm8k(prompt: str, response: str, answer: str, last_turn: str | None = None,
     `answer` is GSM8K's unchanged worked solution. The response does not need a `####`: a model that was not trained on
     the format is scored equally. Raises `BadInput` if `answer` has no `####`, or not exactly one number after it.
     """
-    mark, final = _text(answer).rpartition("####")[1:]
+    mark, final = str(answer).rpartition("####")[1:]
     if not mark:
         raise BadInput(
             f"answer={shown(answer)}",
@@ -243,7 +231,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _right(answer: object) -> list[Any]:
     text = answer.strip() if isinstance(answer, str) else ""
     if isinstance(answer, Real) and not isinstance(answer, bool) and (isinstance(answer, int) or isfinite(answer)):
-        text = f"{Decimal(str(answer)):f}" if isinstance(answer, float) else _text(answer)  # not 1e-07
+        text = f"{Decimal(str(answer)):f}" if isinstance(answer, float) else str(answer)  # not 1e-07
     whole = any(sign in text for sign in _FORMULA_SIGNS) or (len(text) > 2 and text[0] == text[-1] == "$")
     return _formulas(_last_box(text) if whole else f"{_BOX}{text}}}")
 
@@ -261,13 +249,6 @@ def _formulas(text: str) -> list[Any]:
     found = parse(text, parsing_timeout=None)
     # drops formulas such as 6:00, which is read as 6/0 and would equal 7/0
     return [one for one in found if isinstance(one, str) or not one.has(sympy.nan, sympy.zoo)]
-
-
-def _text(answer: object) -> str:
-    try:
-        return str(answer)
-    except Exception:  # a whole number of more than 4,300 digits, or an object that cannot be written
-        return ""
 
 
 def _numbers(text: str) -> list[Decimal | Fraction]:

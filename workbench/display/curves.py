@@ -96,8 +96,8 @@ class Charted:
         html = getattr(self, "_repr_html_", str)()
         if html or not self.charts():
             display({"text/html": html, "text/plain": repr(self)}, raw=True)
-        if self.charts():
-            display(bundle(self.charts()), raw=True)
+        if charts := self.charts():
+            display({MIMETYPE: figure(charts), "text/plain": "\n".join(map(summary, charts))}, raw=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,11 +116,6 @@ class Sheet(Charted):
 def sheet(charts: Iterable[Chart]) -> Sheet:
     """Arrange charts in columns with one legend, for a cell to show."""
     return Sheet(tuple(charts))
-
-
-def bundle(charts: Sequence[Chart]) -> dict[str, Any]:
-    """Charts by mimetype, as a notebook file stores them."""
-    return {MIMETYPE: figure(charts), "text/plain": "\n".join(map(summary, charts))}
 
 
 def smoothed(values: Sequence[float], factor: float) -> list[float]:

@@ -17,6 +17,7 @@ from html import escape
 from typing import Any
 
 REMEMBERED = 1000  # pictures
+SVG = "http://www.w3.org/2000/svg"
 _LINE = "1px solid color-mix(in srgb, currentColor 20%, transparent)"
 _TABLE = "border-collapse:collapse;font-size:13px;background:transparent;color:inherit;margin:4px 0"
 _PLAIN = "font-size:12px;display:inline-table;margin:4px 16px 4px 0;vertical-align:top"
@@ -83,7 +84,7 @@ def folded(title: str, html: str) -> str:
 def svg(inner: str, width: float, height: float, label: str, *, role: str = "img", font: str = "11px") -> str:
     """An svg of this size around a drawing. label: read by screen readers; it is escaped."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'<svg xmlns="{SVG}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="{role}" aria-label="{escape(label)}" '
         f'style="font:{font} system-ui,sans-serif">{inner}</svg>'
     )
@@ -162,7 +163,6 @@ def _text(value: Any) -> str:
     return value if isinstance(value, Markup) else escape(str(value))
 
 
-SVG = "http://www.w3.org/2000/svg"
 # an image cannot use its page's colours: dark text on a light background is readable on every page
 PAPER = "color:#222222;background:#ffffff"
 _TAG = re.compile(r"<(/?)svg\b[^>]*?(/?)>")

@@ -198,13 +198,6 @@ class DeviceSpans:
         np.minimum.at(from_s, caller, self.start_s)
         np.maximum.at(to_s, caller, self.end_s)
         acts = np.asarray(callers.acts, np.float64).reshape(-1, 2)
-        called = np.concatenate([from_s, acts[:, 0]]), np.concatenate([to_s, acts[:, 1]])
-        return self._gaps(window, lives, called)
-
-    def _gaps(
-        self, window: Life, lives: Sequence[Life] | None, calls: tuple[NDArray[np.float64], NDArray[np.float64]]
-    ) -> Gaps:
-        """calls: starts and ends of what called several stages."""
         start_N, end_N = np.clip(self.start_s, *window), np.clip(self.end_s, *window)
 
         def times(chosen: NDArray[np.bool_]) -> _Times:
@@ -212,9 +205,9 @@ class DeviceSpans:
 
         works = self.work != QUEUED
         anywhere = times(works)
-        queued = start_N[~works], end_N[~works]
         called = _Times.union(
-            *(np.concatenate([own, np.clip(times_s, *window)]) for own, times_s in zip(queued, calls, strict=True))
+            np.concatenate([start_N[~works], np.clip([*from_s, *acts[:, 0]], *window)]),
+            np.concatenate([end_N[~works], np.clip([*to_s, *acts[:, 1]], *window)]),
         )
         pool_of_lane = np.asarray([[pool for pool, _ in self.lanes].index(pool) for pool, _ in self.lanes], np.intp)
         in_pool = {pool: times(works & (pool_of_lane[self.lane] == pool)) for pool in set(pool_of_lane.tolist())}

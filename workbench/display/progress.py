@@ -10,8 +10,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TextIO
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from workbench.display.headlines import headlines
 from workbench.display.html import seconds_text
@@ -43,14 +43,10 @@ def is_quiet() -> bool:
 class TerminalLine:
     """A line that is overwritten in place; on exit the terminal is clean again."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
     def show(self, text: str) -> None:
         text = "  ".join(filter(None, (_heading, text)))
         width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be written over
-        self._stream.write(f"\r{text[:width]}\x1b[K")
-        self._stream.flush()
+        print(f"\r{text[:width]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         self.show("")
@@ -93,25 +89,15 @@ class Progress:
     that block until they are done.
     """
 
-    def __init__(
-        self,
-        label: str,
-        *,
-        unit: str = "micro-batches",
-        after_s: float = 2.0,
-        ticks: bool = False,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, label: str, *, unit: str = "micro-batches", after_s: float = 2.0, ticks: bool = False) -> None:
         self.label, self.unit, self.after_s, self._noted = label, unit, after_s, ""
-        self._clock = clock
-        self._line = line(stream)
-        self._start_s = self._shown_s = clock()
+        self._line = line()
+        self._start_s = self._shown_s = time.monotonic()
         self._is_shown, self._ended = False, threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if ticks and self._line is not None else None
 
     def __enter__(self) -> Progress:
-        self._start_s = self._clock()
+        self._start_s = time.monotonic()
         if self._thread is not None:
             self._thread.start()
         return self
@@ -135,7 +121,7 @@ class Progress:
 
     def update(self, done: int, total: int, tokens: int = 0) -> None:
         """`done` of `total` units are finished (total 0: not known) and `tokens` tokens were processed so far."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._line is None or now_s - self._start_s < self.after_s:
             return
         if self._is_shown and now_s - self._shown_s < REFRESH_S:
@@ -164,16 +150,13 @@ def note(text: str) -> None:
     print(text, file=None if in_notebook() else sys.stderr)
 
 
-def line(stream: TextIO | None) -> TerminalLine | _NotebookLine | None:
-    """The line of this thread that can be overwritten, if any: on a stream, or where the user looks."""
-    if is_quiet():
-        return None
-    if stream is None and threading.current_thread() is not threading.main_thread():
-        return None  # what a panel runs shows in the panel
-    if stream is None and in_notebook():
+def line() -> TerminalLine | _NotebookLine | None:
+    """The line of this thread that can be overwritten, if any."""
+    if is_quiet() or threading.current_thread() is not threading.main_thread():
+        return None  # what a panel's thread runs shows in the panel
+    if in_notebook():
         return _NotebookLine()
-    stream = stream if stream is not None else sys.stderr
-    return TerminalLine(stream) if stream.isatty() else None
+    return TerminalLine() if sys.stderr.isatty() else None
 
 
 class Iterations:
@@ -187,25 +170,22 @@ class Iterations:
     has a panel's thread.
     """
 
-    def __init__(
-        self, label: str, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, label: str, total: int) -> None:
         self.label, self.total, self.finished = label, total, 0
-        self._clock, self._start_s, self._values = clock, clock(), ""
-        self._stream = sys.stderr if stream is None else stream
-        here = line(stream)
+        self._start_s, self._values = time.monotonic(), ""
+        here = line()
         self._line = here if isinstance(here, TerminalLine) else None
         self._is_logged = here is None and _shown == "logged"
 
     def __enter__(self) -> Iterations:
-        self._start_s = self._clock()
+        self._start_s = time.monotonic()
         self._show()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._line is not None:
             self._line.head("")
-            print(self.text(), file=self._stream, flush=True)
+            print(self.text(), file=sys.stderr, flush=True)
 
     def done(self, metrics: Mapping[str, float]) -> None:
         """Count an iteration, with its metrics as {"stage/metric": value}."""
@@ -213,7 +193,7 @@ class Iterations:
         self._values = headlines(metrics)
         self._show()
         if self._is_logged:
-            print(self.text(), file=self._stream, flush=True)
+            print(self.text(), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -226,7 +206,7 @@ class Iterations:
     def text(self) -> str:
         """The line: finished iterations of the total; elapsed or remaining time; values. The remaining time assumes a
         constant speed."""
-        elapsed_s = self._clock() - self._start_s
+        elapsed_s = time.monotonic() - self._start_s
         parts = [self.label, f"{self.finished}/{self.total}"]
         if 0 < self.finished < self.total:
             parts.append(f"~{seconds_text(elapsed_s / self.finished * (self.total - self.finished))} left")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.display.html import bytes_text, legend, seconds_text, text
+from workbench.display.html import SVG, bytes_text, legend, seconds_text, text
 from workbench.display.idle import CAUSES, UNCALLED, Gaps, Lane
 from workbench.display.lanes import Bar, Folding
 from workbench.display.palette import AS_PREDICTED, ERROR_STYLES, RoleStyle, error_style, role_styles
@@ -106,21 +106,13 @@ class Drawing:
             f'<svg class="wb-tl-moves" width="100%" height="{whole}">{inner}</svg></svg>'
             f'<text x="{self.left}" y="{y + 34}" font-size="11" opacity=".8">{self._footnote()}</text>'
         )
-        attributes = {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "color": ON_ANY_GROUND,
-            "width": self.width,
-            "height": whole,
-            "viewBox": f"0 0 {self.width} {whole}",
-            "style": "max-width:100%;height:auto",
-            "role": "img",
-            "aria-label": f"Timeline of {len(self.numbers)} devices over {seconds_text(self.end_s - self.start_s)}",
-            "font-family": "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
-            "font-size": 12,
-            "fill": "currentColor",
-        }
-        written = " ".join(f'{name}="{value}"' for name, value in attributes.items())
-        return f"<svg {written}><defs>{''.join(self.patterns.values())}</defs>{frame}</svg>"
+        label = f"Timeline of {len(self.numbers)} devices over {seconds_text(self.end_s - self.start_s)}"
+        return (
+            f'<svg xmlns="{SVG}" color="{ON_ANY_GROUND}" width="{self.width}" height="{whole}" '
+            f'viewBox="0 0 {self.width} {whole}" style="max-width:100%;height:auto" role="img" aria-label="{label}" '
+            'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" '
+            f'fill="currentColor"><defs>{"".join(self.patterns.values())}</defs>{frame}</svg>'
+        )
 
     # --- places -------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,40 @@ class Traffic:
     @property
     def svg(self) -> str:
         """The matrix as a picture."""
-        return _matrix(self)
+        names = [str(name) for name in self.matrix.index]
+        cells = self.matrix.to_numpy()
+        most = max(1, int(cells.max(initial=0)))
+        left = LEFT + CHARACTER * max((len(name) for name in names), default=0) + 8
+        top = TOP + CHARACTER * max((len(name) for name in names), default=0) * 0.72 + 8
+        title = "bytes: from a row to a column"
+        parts = [f'<text x="0" y="12" fill="currentColor" font-weight="600">{title}</text>']
+        for i, source in enumerate(names):
+            y = top + i * CELL
+            parts.append(
+                f'<text x="{left - 6:g}" y="{y + CELL / 2 + 4:g}" text-anchor="end" fill="currentColor">'
+                f"{escape(source)}</text>"
+                f'<text transform="translate({left + i * CELL + CELL / 2:g},{top - 6:g}) rotate(-45)" '
+                f'fill="currentColor">{escape(source)}</text>'
+            )
+            for j, destination in enumerate(names):
+                n = int(cells[i, j])
+                share = n / most
+                ink = "#ffffff" if share > 0.5 else "currentColor"
+                parts.append(
+                    f"<g><title>{escape(f'{source} to {destination}: {n:,} bytes')}</title>"
+                    f'<rect x="{left + j * CELL:g}" y="{y:g}" width="{CELL - 2}" height="{CELL - 2}" fill="{FILL}" '
+                    f'fill-opacity="{share:.3f}" stroke="currentColor" stroke-opacity=".2"/>'
+                    + (
+                        f'<text x="{left + j * CELL + CELL / 2 - 1:g}" y="{y + CELL / 2 + 3:g}" text-anchor="middle" '
+                        f'font-size="9" fill="{ink}">{bytes_text(n)}</text>'
+                        if n
+                        else ""
+                    )
+                    + "</g>"
+                )
+        tail = CHARACTER * len(names[-1]) * 0.72 if names else 0
+        width, height = max(left + len(names) * CELL + tail, CHARACTER * len(title)), top + len(names) * CELL + 4
+        return svg("".join(parts), width, height, f"matrix of {self.what} between {len(names)} processes")
 
     @property
     def figures(self) -> str:
@@ -125,40 +158,3 @@ def changed_map(changed: pd.DataFrame) -> str:
 def _shade(share: float) -> str:
     opacity = max(1 - math.log10(share) / math.log10(LEAST_SHOWN), 0.1) if share > 0 else 0
     return f'fill="{FILL}" fill-opacity="{opacity:.2f}" stroke="currentColor" stroke-opacity=".2"'
-
-
-def _matrix(shown: Traffic) -> str:
-    names = [str(name) for name in shown.matrix.index]
-    cells = shown.matrix.to_numpy()
-    most = max(1, int(cells.max(initial=0)))
-    left = LEFT + CHARACTER * max((len(name) for name in names), default=0) + 8
-    top = TOP + CHARACTER * max((len(name) for name in names), default=0) * 0.72 + 8
-    title = "bytes: from a row to a column"
-    parts = [f'<text x="0" y="12" fill="currentColor" font-weight="600">{title}</text>']
-    for i, source in enumerate(names):
-        y = top + i * CELL
-        parts.append(
-            f'<text x="{left - 6:g}" y="{y + CELL / 2 + 4:g}" text-anchor="end" fill="currentColor">'
-            f"{escape(source)}</text>"
-            f'<text transform="translate({left + i * CELL + CELL / 2:g},{top - 6:g}) rotate(-45)" '
-            f'fill="currentColor">{escape(source)}</text>'
-        )
-        for j, destination in enumerate(names):
-            n = int(cells[i, j])
-            share = n / most
-            ink = "#ffffff" if share > 0.5 else "currentColor"
-            parts.append(
-                f"<g><title>{escape(f'{source} to {destination}: {n:,} bytes')}</title>"
-                f'<rect x="{left + j * CELL:g}" y="{y:g}" width="{CELL - 2}" height="{CELL - 2}" fill="{FILL}" '
-                f'fill-opacity="{share:.3f}" stroke="currentColor" stroke-opacity=".2"/>'
-                + (
-                    f'<text x="{left + j * CELL + CELL / 2 - 1:g}" y="{y + CELL / 2 + 3:g}" text-anchor="middle" '
-                    f'font-size="9" fill="{ink}">{bytes_text(n)}</text>'
-                    if n
-                    else ""
-                )
-                + "</g>"
-            )
-    tail = CHARACTER * len(names[-1]) * 0.72 if names else 0
-    width, height = max(left + len(names) * CELL + tail, CHARACTER * len(title)), top + len(names) * CELL + 4
-    return svg("".join(parts), width, height, f"matrix of {shown.what} between {len(names)} processes")

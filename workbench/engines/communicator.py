@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ class Communicator:
 
     process_group: torch's group; None for the whole pool, and for a single rank. inner: the ranks compute each layer
     together: their many small collectives are counted in `moved_bytes`, without spans of their own. hosts: the ranks'
-    names in the record of transfers; without them ranks are named by pool and number. sent_bytes: bytes that `exchange`
-    has sent, by destination.
+    names in the record of transfers; without them ranks are named by pool and number.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Communicator:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.moved_bytes = 0
-        self.sent_bytes: Counter[int] = Counter()
         self.process_group = group
         self._recorder, self._inner, self._hosts = recorder, inner, tuple(hosts)
 
@@ -160,8 +157,6 @@ class Communicator:
         with self._counted(sum(tensor.nbytes for _, tensor in sends)):
             start_s = self._recorder.now_s()
             works = dist.batch_isend_irecv(operations)
-            for rank, tensor in sends:
-                self.sent_bytes[rank] += tensor.nbytes
             ends_s = []
             # One work per operation, or one for all of them if the transport joins them (NCCL).
             for work in works[len(sends) :] if len(works) == len(operations) else works:
@@ -196,11 +191,6 @@ class ParallelGroups:
     @property
     def model_parallel(self) -> bool:
         return self.layout.p * self.layout.t > 1
-
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes sent so far inside layers, to the other tensor ranks."""
-        return self.tensor.moved_bytes
 
     @property
     def is_leader(self) -> bool:

@@ -36,7 +36,9 @@ def shown(value: Any, characters: int = 60) -> str:
         raise
     except BaseException:  # a user's class may raise anything
         text = "\n"
-    return plain_text(text[:characters]) if "\n" not in text else f"<{type(value).__name__}>"
+    if "\n" in text:
+        return f"<{type(value).__name__}>"
+    return plain_text(text if len(text) <= characters else f"{text[: characters - 3]}...")
 
 
 def first_line(error: BaseException) -> str:

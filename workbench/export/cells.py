@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -125,19 +125,9 @@ SHELL = "a shell command"
 ASIDE = "tag the cell `skip-export` if the script does not need it"
 
 
-def python_of(cell: Cell) -> str:
-    """The cell's text with IPython's syntax translated. `BadInput` names the cell and what cannot be in a script."""
-    return _read(cell)[0]
-
-
-def left_out(cell: Cell) -> list[str]:
-    """Describe the `%timeit` lines and display-only shell lines of a cell that `python_of` accepts, a sentence each. A
-    script leaves them out, with the code that `%timeit` runs."""
-    return _read(cell)[1]
-
-
-def _read(cell: Cell) -> tuple[str, list[str]]:
-    """Return the Python of a cell, and a sentence for each line that is left out."""
+def python_of(cell: Cell) -> tuple[str, list[str]]:
+    """The cell's text with IPython's syntax translated, and a sentence for each `%timeit` line and display-only shell
+    line, which are left out. Raises `BadInput` that names the cell and what cannot be in a script."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     given, told = cell.text.strip(), list[str]()
@@ -162,10 +152,9 @@ def _read(cell: Cell) -> tuple[str, list[str]]:
 def _cell_magic(cell: Cell) -> str:
     """Return the body of a cell magic that runs Python; "" for a magic that only displays."""
     head, _, body = cell.text.lstrip().partition("\n")
-    name = re.split(r"[\s]", head[2:].strip() + " ")[0]
+    name, *statement = head[2:].strip().split(maxsplit=1) or [""]
     if name in BODIES:
-        statement = head[2:].strip()[len(name) :].strip()
-        return f"{statement}\n{body}" if name == "time" and statement else body
+        return "\n".join([*statement, body]) if name == "time" else body
     if name in LOOKING_CELLS:
         return ""
     raise BadInput(f"{cell}: %%{name}", "a script has only Python", f"write it in Python, or {ASIDE}")
@@ -206,9 +195,8 @@ def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
         return "pass"
     if name == "time" and line:
         return target + line
-    module, meaning = MEANINGS.get(name, ("", lambda line: None))
-    found = meaning(line)
-    if found is None:
+    module, found = _meaning(name, line)
+    if not found:
         rule = f"{SHELL} is not Python" if name in ("sx", "system", "sc", "bash", "sh") else "a script has only Python"
         remedy = "declare the script's requirements where it is installed" if name in ("pip", "conda", "uv") else ""
         remedy = f"{remedy}, and {ASIDE}" if remedy else f"write it in Python, or {ASIDE}"
@@ -216,34 +204,20 @@ def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
     return f"import {module}; {target}{found}"
 
 
-def _env(line: str) -> str | None:
-    if not line:
-        return None
-    name, equals, value = line.partition("=")
-    if not equals:
-        name, _, value = line.partition(" ")
-        if not value:
-            return f"os.environ.get({name.strip()!r})"
-    if "$" in value or "{" in value:  # IPython would fill in a variable
-        return None
-    return f"os.environ[{name.strip()!r}] = {value.strip()!r}"
-
-
-def _run(line: str) -> str | None:
-    words = line.split()
-    if not words or words[0].startswith("-") or not words[0].endswith(".py") or len(words) > 1:
-        return None
-    return f"globals().update(runpy.run_path({words[0]!r}, run_name='__main__'))"
-
-
-def _cd(line: str) -> str | None:
-    return f"os.chdir(os.path.expanduser({line!r}))" if line and not line.startswith("-") else None
-
-
-# Magic -> the module that its translation needs, and the translation of its line; None if a script has no equivalent.
-MEANINGS: dict[str, tuple[str, Callable[[str], str | None]]] = {
-    "env": ("os", _env), "set_env": ("os", _env), "run": ("runpy", _run), "cd": ("os", _cd),
-}  # fmt: skip
+def _meaning(magic: str, line: str) -> tuple[str, str]:
+    """The Python of a line magic, and the module that it needs; empty if a script has no equivalent."""
+    option = not line or line.startswith("-")
+    if magic == "cd" and not option:
+        return "os", f"os.chdir(os.path.expanduser({line!r}))"
+    if magic == "run" and not option and line.endswith(".py") and len(line.split()) == 1:
+        return "runpy", f"globals().update(runpy.run_path({line!r}, run_name='__main__'))"
+    if magic in ("env", "set_env") and line:
+        name, equals, value = line.partition("=" if "=" in line else " ")
+        if equals != "=" and not value:
+            return "os", f"os.environ.get({name.strip()!r})"
+        if "$" not in value and "{" not in value:  # IPython would fill in a variable
+            return "os", f"os.environ[{name.strip()!r}] = {value.strip()!r}"
+    return "", ""
 
 
 def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> str:

@@ -9,16 +9,16 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import escaped, plain_text
-from workbench.export.cells import Cell, left_out, read_notebook
-from workbench.export.loops import Repeat, Step, fold_moves, found_repeats, opening_of
+from workbench.export.cells import Cell, python_of, read_notebook
+from workbench.export.loops import Repeat, fold_moves, found_repeats, opening_of
 from workbench.export.parameters import TAGS, Parameter, possible_parameters, take_parameters
-from workbench.export.program import LINE_LENGTH, program, repeat_name
+from workbench.export.program import LINE_LENGTH, program
 from workbench.export.recorded import Record, as_run, as_written, doubts, find_record, read_record
 from workbench.export.selection import select
 from workbench.export.statements import Statement, statements_of
@@ -42,7 +42,7 @@ class Script:
 
     text: str
     told: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = field(default=())
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # records and notebooks can come from strangers: one line each, without terminal control characters
@@ -73,6 +73,8 @@ def export_notebook(
     path = path_of(notebook, "notebook")
     page = read_notebook(path)
     output = None if output is None else path_of(output, "output")
+    if output is not None and output.suffix != ".py":
+        raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
     if output is not None and not output.absolute().parent.is_dir():
         raise BadInput(str(output), f"there is no folder {output.parent}", "create it first, or give another one")
     folders = find_record(page, path) if runs is None else [path_of(run, "runs") for run in runs]
@@ -145,15 +147,12 @@ def script_of(
     if moves == "opening":
         kept, said = fold_moves(kept, placements or {})
         told += said
-    steps: list[Step] = []
-    for step in found_repeats(kept):
-        number = 1 + sum(isinstance(one, Repeat) for one in steps)
-        steps.append(replace(step, number=number) if isinstance(step, Repeat) else step)
+    steps = found_repeats(kept)
     repeats = [step for step in steps if isinstance(step, Repeat)]
+    for number, repeat in enumerate(repeats, 1):
+        repeat.number = number
     if loops:
-        options += [
-            Parameter(repeat_name(repeat), "int", str(repeat.count), f"how often ({repeat})") for repeat in repeats
-        ]
+        options += [Parameter(one.name, "int", str(one.count), f"how often ({one})") for one in repeats]
     else:
         told += [f"{repeat}; `--loops` writes them as a loop" for repeat in repeats]
         steps = list(kept)
@@ -167,7 +166,7 @@ def script_of(
     for cell in code:
         lines = [ast.unparse(one.node).replace("\n    ", " ") for one in kept if one.cell is cell and cell.by]
         told += [f"{cell}: `{'; '.join(lines)}` is in the script, but in no cell"] * bool(lines)
-    told += [f"{cell}: {said}" for cell in code for said in left_out(cell)]
+    told += [f"{cell}: {said}" for cell in code for said in python_of(cell)[1]]
     if not tagged and (possible := possible_parameters(kept)):
         names = [name for statement in possible for name in sorted(statement.names.binds)]
         places = ", ".join(dict.fromkeys(str(statement.cell) for statement in possible))

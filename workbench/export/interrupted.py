@@ -201,7 +201,7 @@ def done_of(cell: Cell, failed: Position | None, made: Made) -> tuple[str, list[
     """The text of what a cell had done before it failed or was interrupted, and a sentence for what the text lacks: the
     statements that had ended, and what the last one did, if it is a call of an algorithm. failed: the place of that
     statement; None: the cell was no Python, or the place is not known."""
-    text = "" if failed is None else python_of(cell)
+    text = "" if failed is None else python_of(cell)[0]
     node = next((one for one in ast.parse(text).body if failed is not None and _has(one, failed)), None)
     if node is None:
         return "", [f"its effect is unknown; it had called {made}"] * bool(made.calls or made.stages)

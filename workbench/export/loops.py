@@ -123,7 +123,7 @@ def _with_placement(statement: Statement, placement: str) -> Statement:
     return statement.with_text(replaced(statement.text, [(last, f"{text}, placement={placement}")]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Repeat:
     """`count` repetitions of the same statements. body: the first one; last: where the others end; number: of this
     repeat in the program."""
@@ -132,6 +132,11 @@ class Repeat:
     count: int
     last: Cell
     number: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the script's option that holds the count."""
+        return f"REPEATS_{self.number}"
 
     def __str__(self) -> str:
         first = self.body[0].cell

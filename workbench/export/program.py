@@ -31,19 +31,18 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PARTS = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.expr_context
 
 
-def is_plain(node: ast.stmt, imported: Mapping[str, str]) -> bool:
-    """Whether defining this function or class runs no code of the notebook. imported: see `origins`."""
-    return not _is_special(getattr(node, "name", "")) and _Scope(imported).defines(node)
-
-
 class _Scope:
-    """The scope of a module or a class body. own: names bound so far in the class body, which are not resolved."""
+    """The scope of a module or a class body, which tells what runs no code of the notebook.
+
+    imported: see `origins`. own: names bound so far in the class body, which are not resolved.
+    """
 
     def __init__(self, imported: Mapping[str, str]) -> None:
         self._imported = imported
         self._own: set[str] = set()
 
     def defines(self, node: ast.stmt) -> bool:
+        """Whether a statement only defines a function or a class."""
         if isinstance(node, FUNCTIONS):
             return self._function(node)
         if not isinstance(node, ast.ClassDef) or node.decorator_list or node.keywords:
@@ -207,7 +206,12 @@ def hoisted(
         if s.names.binds <= once - parameters
         and not any(hasattr(builtins, name) for name in s.names.binds)
         and (
-            (s.is_definition and is_plain(s.node, known) and not s.names.uses & stored)
+            (
+                s.is_definition
+                and not any(map(_is_special, s.names.binds))
+                and _Scope(known).defines(s.node)
+                and not s.names.uses & stored
+            )
             or (
                 _is_constant(s)
                 and not s.names.binds & (changed | rebound)
@@ -276,22 +280,15 @@ def _main(
             text += (told + own.strip("\n") if told else own) + "\n"
         if isinstance(step, Repeat):
             lab = iterated(step, program)
-            turns = f"{f'{lab}.iterations' if lab else 'range'}({_repeats(step, parameters)})"
-            text = f"for _ in {turns}:\n" + indented(text.strip("\n")) + "\n"
+            text = (
+                f"for _ in {f'{lab}.iterations' if lab else 'range'}({step.name}):\n"
+                + indented(text.strip("\n"))
+                + "\n"
+            )
         lines.append(text)
     body = indented("".join(lines).strip("\n")) or "    pass"
     is_async = any(map(_awaits, at_margin(statement.node for statement in statements_in(steps))))
     return f"{'async ' if is_async else ''}def {name}{signature} -> None:\n{body}"
-
-
-def _repeats(repeat: Repeat, parameters: Sequence[Parameter]) -> str:
-    name = repeat_name(repeat)
-    return name if any(parameter.name == name for parameter in parameters) else str(repeat.count)
-
-
-def repeat_name(repeat: Repeat) -> str:
-    """The name of the parameter that holds the count."""
-    return f"REPEATS_{repeat.number}"
 
 
 def _explained(statement: Statement, explained: dict[int, str]) -> str:

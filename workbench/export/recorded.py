@@ -78,7 +78,11 @@ def read_record(folders: Iterable[Path]) -> Record:
                 open_cells.setdefault(details["cell"], Made()).stages.append((at, str(details.get("stage", ""))))
             elif kind in ("opened", "attached"):
                 name = str(details.get("name", ""))
-                lost += [_lost(number, one) for number, one in open_cells.items()]
+                lost += [
+                    f"In [{number}] was running when its kernel ended, and is not recorded as a cell that was run. It "
+                    f"called {one}: a script in the order of the run does not do that"
+                    for number, one in open_cells.items()
+                ]
                 open_cells.clear()
                 if kind == "opened":
                     opened[name] = opened.get(name, 0) + 1
@@ -100,14 +104,6 @@ def read_record(folders: Iterable[Path]) -> Record:
                     elsewhere.append((last, call, name, opened.get(name, 0)))
     called = ((place, call, opened.get(name, 0) > times) for place, call, name, times in elsewhere)
     return Record(tuple(runs), placements, tuple(settings), made, tuple(called), tuple(lost))
-
-
-def _lost(number: int, made: Made) -> str:
-    """Describe a cell whose kernel ended while it ran; it is missing from the runs."""
-    return (
-        f"In [{number}] was running when its kernel ended, and is not recorded as a cell that was run. It called "
-        f"{made}: a script in the order of the run does not do that"
-    )
 
 
 def _events(folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -132,7 +128,7 @@ def find_record(notebook: Notebook, path: Path) -> list[Path]:
     return [folder for kernel, folder in found if kernel == found[-1][0]]
 
 
-def doubts(notebook: Notebook, record: Record | None) -> list[str]:
+def doubts(notebook: Notebook, record: Record) -> list[str]:
     """Sentences on how the execution differs from the page, each with its cells."""
     code = [cell for cell in notebook.code if cell.exported]
     last = {id(cell): _last(cell, record) for cell in code}
@@ -140,16 +136,16 @@ def doubts(notebook: Notebook, record: Record | None) -> list[str]:
     never = [cell for cell in code if last[id(cell)] is None]
     if len(never) < len(code):
         told += [f"{cell} is on the page, but was not run" for cell in never]
-    if record is not None and record.runs:
+    if record.runs:
         told += _against_record(notebook, code, record)
     ran = [(cell, number) for cell in code if (number := last[id(cell)]) is not None]
     told += [f"{two} was run before {one}, which is above it" for (one, a), (two, b) in pairwise(ran) if b < a]
     return told + _stale(ran)
 
 
-def _last(cell: Cell, record: Record | None) -> int | None:
+def _last(cell: Cell, record: Record) -> int | None:
     """The position of a cell's last run among all runs; None if it was not run."""
-    if record is not None and record.runs:
+    if record.runs:
         runs = record.run_of(cell)
         return record.runs.index(runs[-1]) if runs else None
     return cell.count
@@ -167,10 +163,8 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
         if done > 1:
             told.append(f"{cell} was run {done} times")
     ids, digests = {cell.id for cell in notebook.cells}, {cell.digest for cell in notebook.cells}
-    gone = [run for run in record.runs if run.id not in ids and run.digest not in digests and run.done]
-    edited = {run.id for run in record.runs if run.id in ids}
-    for run in gone:
-        if run.id not in edited:
+    for run in record.runs:
+        if run.id not in ids and run.digest not in digests and run.done:
             first = next(iter((run.text() or "").strip().splitlines()), "")
             told.append(f"In [{run.number}] was run, but is no longer on the page" + f": {first:.60}" * bool(first))
     return told
@@ -220,7 +214,7 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
     if any(one.calls or one.stages for one in made):
         return cell
     done, _ = done_of(cell, runs[-1].failed, Made())
-    rest = (python_of(cell) if done else cell.text)[len(done) :]
+    rest = (python_of(cell)[0] if done else cell.text)[len(done) :]
     cut = replace(cell, text=done)
     others = [cut, *(other for other in notebook.code if other is not cell and other.exported)]
     if _names(cell)[0] & _needed(others) - {name for other in others for name in _names(other)[0]}:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from workbench.errors import BadInput
 from workbench.export.cells import Cell, python_of
 
 AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")  # scopes of their own that run at once
@@ -66,7 +66,7 @@ class Statement:
 
 def statements_of(cell: Cell) -> list[Statement]:
     """The statements of a code cell, without `pass`. Raises `BadInput` naming the cell if it is not Python."""
-    text = python_of(cell)
+    text, _ = python_of(cell)
     found = [Statement(cell, piece) for piece in _pieces(text, ast.parse(text).body)]
     return [statement for statement in found if not isinstance(statement.node, ast.Pass)]
 
@@ -113,11 +113,7 @@ def origins(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 def names_of(text: str) -> Names:
     """Find the names with Python's own symbol table, as for a module."""
-    try:
-        top = symtable.symtable(text, "cell", "exec")
-    except SyntaxError as error:
-        rule = "Python must be able to compile a cell"
-        raise BadInput(f"{text.strip():.60}: {error}", rule, "correct it, or tag the cell `skip-export`") from None
+    top = symtable.symtable(text, "cell", "exec")
     tree = ast.parse(text)
     here = list(at_margin(tree.body))
     augmented = {n.target.id for n in here if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
@@ -175,7 +171,9 @@ def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
     found: set[str] = set()
     for one in nodes:
         if isinstance(one, ast.ClassDef):
-            lines = [names_of(ast.unparse(line)) for line in one.body]
+            # alone, a method has no variable of a function around its class
+            texts = [re.sub(r"(?m)^(\s*)nonlocal .*", r"\1pass", ast.unparse(line)) for line in one.body]
+            lines = [names_of(text) for text in texts]
             binds = {name for line in lines for name in line.binds}
             for n, line in enumerate(lines):
                 found |= line.uses & binds - {name for earlier in lines[:n] for name in earlier.binds}

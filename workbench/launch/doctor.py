@@ -42,12 +42,6 @@ class Engine:
     files: tuple[str, ...] = ()
     needed: bool = True
 
-    @property
-    def versions(self) -> dict[str, str]:
-        """The versions of its installed distributions."""
-        found = {name: _version(name) for name in self.distributions or self.modules}
-        return {name: version for name, version in found.items() if version}
-
 
 ENGINES: dict[str, Engine] = {
     "torch and transformers": Engine(
@@ -150,19 +144,18 @@ def _version(distribution: str) -> str | None:
 
 
 def check_files(name: str) -> Check:
-    """Check an engine by its files on the disk."""
     engine = ENGINES[name]
     problem, remedy = next(_problems(engine), ("", ""))
     return _engine_check(name, problem, remedy)
 
 
 def _engine_check(name: str, problem: str, remedy: str) -> Check:
-    versions = [" ".join(item) for item in ENGINES[name].versions.items()]
-    return Check(name, not problem, ", ".join(filter(None, [*versions, problem])), remedy, ENGINES[name].needed)
+    engine = ENGINES[name]
+    versions = [f"{one} {version}" for one in engine.distributions or engine.modules if (version := _version(one))]
+    return Check(name, not problem, ", ".join(filter(None, [*versions, problem])), remedy, engine.needed)
 
 
 def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
-    """Yield the problems of an engine, with remedies."""
     for module in engine.modules:
         if importlib.util.find_spec(module) is None:
             yield f"No module named {module!r}", MAKE
@@ -178,7 +171,6 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
 
 
 def check_import(name: str) -> Check:
-    """Check an engine by importing it."""
     check = check_files(name)
     probe = _run(ENGINES[name].code) if check.ok else None
     if probe is None or probe.returncode == 0:

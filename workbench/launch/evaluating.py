@@ -63,7 +63,6 @@ def opened_checkpoint(purpose: str, path: str | Path, *, backend: str, runs: str
 
 
 def verifier(name: str) -> Any:
-    """Return a function of `wb.verifiers` by name."""
     if name not in VERIFIERS:
         rule = f"the verifiers are {', '.join(VERIFIERS)}"
         raise BadInput(f"--reward {name}", rule, remedy_for(name, VERIFIERS, "--reward {}".format))

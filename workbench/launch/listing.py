@@ -36,14 +36,13 @@ def ls() -> list[dict[str, Any]]:
 def _held(record: registry.Record) -> dict[str, Any]:
     """Return what a workbench holds, from its record and its processes on this machine. Nothing is unpickled."""
     owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
-    here = [process.here for process in record.hosts.values()]
     driver = None
     if owner is not None:
         driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
     return {
         "roles": dict(record.roles),
         "devices": len(record.hosts),
-        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
+        "memory_bytes": sum(process.memory_info().rss for process in record.running) or None,
         "iteration": registry.counters(record.id).get("iteration"),
         "idle_s": time.time() - used_s if used_s else None,
         "driver": driver,

@@ -51,14 +51,6 @@ from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
 
-def processes_of(name: str) -> list[psutil.Process]:
-    """Return the processes of the workbench with that name on this machine; for an inline workbench, this process."""
-    record = registry.find(name)
-    if record is None:
-        return [psutil.Process()]
-    return [here for process in record.hosts.values() if (here := process.here)]
-
-
 def check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not fit. The
     memory of other machines is unknown. replaced: processes whose memory will be freed."""
@@ -244,7 +236,8 @@ def _open(
     lab = _workbench(description, run_folder)  # checks the prompts, before a living workbench is replaced
     if restoring is not None:
         restoring.check(lab.prompts)
-    replaced = [] if living is None else processes_of(name)
+    record = registry.find(name)  # an inline workbench has none, and is in this process
+    replaced = [] if living is None else [psutil.Process()] if record is None else record.running
     when_free(wait_s, note, lambda: check_memory(description, replaced))
     try:
         check_room(private_folder(run_folder), ROOM_BYTES)
@@ -325,7 +318,6 @@ def _left_of(name: str) -> tuple[str, str]:
 
 
 def _begin_journal(lab: Workbench) -> None:
-    """Begin to record what a later kernel needs."""
     journal = SessionJournal(lab.runner, lab.position, lab.checkpoints, lab.prompts)
     journal.rewrite()
     lab.ownership.journal = journal
@@ -405,11 +397,8 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     if mine is not None and _drives(mine):
         return mine
     with Progress(f"attaching to {name}") as bar:
-
-        def wait() -> None:
-            bar.note("waiting for the kernel that moves it to another placement")
-
-        with registry.driving(registry.get(name).id, wait):
+        moving = "waiting for the kernel that moves it to another placement"
+        with registry.driving(registry.get(name).id, lambda: bar.note(moving)):
             record = registry.get(name)
             owner = registry.owner(record.id)
             others = owner is not None and owner.lives and not owner.mine and not take_over

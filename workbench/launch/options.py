@@ -37,7 +37,6 @@ class Parser(argparse.ArgumentParser):
         return found, more
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit."""
         if wrong := CHOICE.match(message):
             message += _nearest(wrong[2], re.findall(r"[^\s,']+", wrong[3]))
         super().error(plain_text(message))
@@ -106,8 +105,7 @@ class Option(NamedTuple):
 
     @property
     def _is_flag(self) -> bool:
-        hint = get_args(self.hint)[0] if get_origin(self.hint) is Annotated else self.hint
-        return hint is bool
+        return _items(self.hint) == ((bool,), None)
 
     def _read(self, hint: Any, text: str) -> Any:
         readers = _readers(hint)

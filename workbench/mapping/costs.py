@@ -27,7 +27,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -102,9 +103,6 @@ class CostModel:
 
     hardware: Hardware
     workload: Workload
-    _known: dict[tuple[RoleModel, int, int, float], tuple[float, float, float]] = field(
-        default_factory=dict, repr=False
-    )
 
     def _product(self, m: int, n: int, k: int, item_bytes: int) -> float:
         hardware = self.hardware
@@ -115,18 +113,16 @@ class CostModel:
         """Return the seconds to stream bytes through a device's memory."""
         return nbytes / (self.hardware.memory_bytes_s * self.hardware.products.stream_share)
 
+    @lru_cache(maxsize=16_384)  # noqa: B019 (instances are small)
     def _forward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """Return the seconds of one of t tensor ranks for all layers without attention, for attention, and the head."""
-        key = role, t, tokens, context
-        if key not in self._known:
-            item, (layers, head) = role.frozen_bytes, matrices(role, t)
-            multiplied = sum(count * self._product(tokens, n, k, item) for (n, k), count in layers.items())
-            streamed = role.layers * self._streamed(tokens * item * self._passed(role, t))
-            rate = self.hardware.flop_s(self.workload.dtype) * self.hardware.products.attention_share
-            attention = 4.0 * role.layers * role.queries / t * tokens * context / rate
-            ends = sum(count * self._product(self._headed(tokens), n, k, item) for (n, k), count in head.items())
-            self._known[key] = multiplied + streamed, attention, ends
-        return self._known[key]
+        item, (layers, head) = role.frozen_bytes, matrices(role, t)
+        multiplied = sum(count * self._product(tokens, n, k, item) for (n, k), count in layers.items())
+        streamed = role.layers * self._streamed(tokens * item * self._passed(role, t))
+        rate = self.hardware.flop_s(self.workload.dtype) * self.hardware.products.attention_share
+        attention = 4.0 * role.layers * role.queries / t * tokens * context / rate
+        ends = sum(count * self._product(self._headed(tokens), n, k, item) for (n, k), count in head.items())
+        return multiplied + streamed, attention, ends
 
     def _decode(self, role: RoleModel, t: int, rows: Any) -> Any:
         """Return the seconds of a decoding step of `rows` rows, without attention."""
@@ -143,20 +139,17 @@ class CostModel:
         sums; rotations; gate, up and their product."""
         return 14 * role.hidden + (2 * (role.queries + role.keys) + 3 * role.inner) / t
 
+    @lru_cache(maxsize=16_384)  # noqa: B019 (instances are small)
     def _backward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """Like `_forward`, for the backward pass. With an adapter, the frozen matrices have no gradient."""
-        key = role, -t, tokens, context
-        if key not in self._known:
-            item, adapted = role.frozen_bytes, role.adapter is not None
-            seconds = []
-            for cut, rows in zip(matrices(role, t), (tokens, self._headed(tokens)), strict=True):
-                of_inputs = sum(count * self._product(rows, k, n, item) for (n, k), count in cut.items())
-                of_weights = sum(count * self._product(n, k, rows, item) for (n, k), count in cut.items())
-                seconds.append(of_inputs + (0.0 if adapted else of_weights))
-            multiplied, ends = seconds
-            streamed = 2 * role.layers * self._streamed(tokens * item * self._passed(role, t))
-            self._known[key] = multiplied + streamed, 2.5 * self._forward(role, t, tokens, context)[1], ends
-        return self._known[key]
+        item, seconds = role.frozen_bytes, list[float]()
+        for cut, rows in zip(matrices(role, t), (tokens, self._headed(tokens)), strict=True):
+            of_inputs = sum(count * self._product(rows, k, n, item) for (n, k), count in cut.items())
+            of_weights = sum(count * self._product(n, k, rows, item) for (n, k), count in cut.items())
+            seconds.append(of_inputs + (of_weights if role.adapter is None else 0.0))
+        multiplied, ends = seconds
+        streamed = 2 * role.layers * self._streamed(tokens * item * self._passed(role, t))
+        return multiplied + streamed, 2.5 * self._forward(role, t, tokens, context)[1], ends
 
     def _headed(self, tokens: int) -> int:
         """Return the number of tokens that reach the head: in this workbench's engine, only response tokens."""
@@ -206,6 +199,7 @@ class CostModel:
         """Return the host's seconds to start the layers of passes; 0 if the host runs ahead of the device."""
         return 0.0 if self.hardware.runs_ahead else layers * self.hardware.layer_start_s
 
+    @lru_cache(maxsize=16_384)  # noqa: B019
     def infer(self, role: RoleModel, layout: Layout) -> Terms:
         work = self.workload
         tokens, micro, slots = self._passes(role, layout, work.rows)
@@ -220,6 +214,7 @@ class CostModel:
             calls=layout.size,
         )
 
+    @lru_cache(maxsize=16_384)  # noqa: B019
     def train(self, role: RoleModel, layout: Layout, recomputed: bool | None = None) -> Terms:
         """Return the terms of an update. recomputed: whether activations are; None: as in the settings."""
         work = self.workload
@@ -231,7 +226,7 @@ class CostModel:
         own = role.trained_elements / (layout.p * layout.t)
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)
-        sharded = work.shards_optimizer(role.engine)
+        sharded = role.engine in ("zero1", "zero2", "zero3") or (role.engine == "torch" and work.engine == "cluster")
         if sharded:  # reduce-scatter of gradients, all-gather of weights
             gathered = self._gather(role.frozen_bytes * own, layout.d, stride)
             summed = self._gather(4 * own, layout.d, stride) + gathered
@@ -321,9 +316,6 @@ def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
     return most
 
 
-NAMES = tuple(field.name for field in fields(Terms))
-
-
 @dataclass(frozen=True)
 class Sample:
     """A measurement: the terms of what was measured, and its seconds."""
@@ -347,14 +339,14 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     for sample in samples:
         if not sample.seconds > 0:
             raise BadInput(f"{sample.name or 'a sample'} took {sample.seconds} s", "it must be more than 0")
-    scale = np.array([getattr(start, name) or 1e-9 for name in NAMES])
-    terms = np.array([[getattr(sample.terms, name) for name in NAMES] for sample in samples])
+    scale = np.array([constant or 1e-9 for constant in _values(start)])
+    terms = np.array([_values(sample.terms) for sample in samples])
     matrix = terms * scale / np.array([[sample.seconds] for sample in samples])
-    gram = matrix.T @ matrix + pull * np.eye(len(NAMES))
+    gram = matrix.T @ matrix + pull * np.eye(len(scale))
     aim = matrix.sum(axis=0) + pull
     tried = []
-    for chosen in product((False, True), repeat=len(NAMES)):
-        free, found = np.array(chosen), np.zeros(len(NAMES))
+    for chosen in product((False, True), repeat=len(scale)):
+        free, found = np.array(chosen), np.zeros(len(scale))
         found[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free])
         if (found >= 0).all():
             tried.append(found)

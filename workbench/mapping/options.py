@@ -18,6 +18,7 @@ from workbench.mapping.plan import CallPlan
 from workbench.mapping.workload import STAGES, Workload
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
+from workbench.resharding.weights import ModelWeights
 from workbench.settings.layout import Layout
 
 FEW_ROWS = 100  # up to this many rows, `undominated` compares all pairs
@@ -65,7 +66,6 @@ class RoleOptions:
         self._alone = replace(role, generation=None, training=training)
         self._running = replace(self._alone, trained=False)
         self._found: dict[int, tuple[Option, ...]] = {}
-        self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
 
     @property
     def by_deepspeed(self) -> bool:
@@ -88,21 +88,18 @@ class RoleOptions:
         return any(call.kind == "generate" for call in self.calls)
 
     def on(self, devices: int) -> tuple[Option, ...]:
-        """Return the options on `devices` devices, without options that another one dominates in time and memory."""
+        """Return the options on `devices` devices that no other option dominates in all seconds and bytes, among
+        options with the same tensor sizes of generation and of DeepSpeed's groups."""
         if devices not in self._found:
-            self._found[devices] = self._best(list(self._options(devices)))
+            groups: dict[tuple[int, int], list[Option]] = {}
+            for option in self._options(devices):
+                groups.setdefault((option.t_g, option.layout.t if self.by_deepspeed else 0), []).append(option)
+            kept: list[Option] = []
+            for _, group in sorted(groups.items()):
+                figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
+                kept += [group[n] for n in undominated(figures)]
+            self._found[devices] = tuple(kept)
         return self._found[devices]
-
-    def _best(self, options: list[Option]) -> tuple[Option, ...]:
-        """Return the options that no other option dominates in all seconds and bytes, among options with the same
-        tensor sizes of generation and of DeepSpeed's groups."""
-        kept: list[Option] = []
-        sizes = [(option.t_g, option.layout.t if self.by_deepspeed else 0) for option in options]
-        for size in sorted(set(sizes)):
-            group = [option for option, own in zip(options, sizes, strict=True) if own == size]
-            figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
-            kept += [group[n] for n in undominated(figures)]
-        return tuple(kept)
 
     def _options(self, devices: int) -> Iterator[Option]:
         kinds = [call.kind for call in self.calls]
@@ -111,7 +108,7 @@ class RoleOptions:
         others = self.layouts(devices, fit=False) if several else []
         for layout, recomputed in product(self.layouts(devices), self.recompute_modes):
             held = self._in_turns(self._held(layout, recomputed))
-            if held is None or sum(held) > self.model.hardware.usable_bytes:
+            if sum(held) > self.model.hardware.usable_bytes:
                 continue
             for generating, own in self._generating(layout):
                 yield self._option(Option(generating, *held, own_t_g=own, recomputed=recomputed))
@@ -125,22 +122,18 @@ class RoleOptions:
     def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
         """Return the option of a given layout, also if it does not fit. room: free bytes on a device while the role
         computes; if its activations take more, they are recomputed, if that is allowed."""
+        self.role.weights.check(layout.p, layout.t)
         every = {mode: self._in_turns(self._held(layout, mode)) for mode in self.recompute_modes}
-        recomputed = next((mode for mode, held in every.items() if held and held[1] <= room), self.recompute_modes[-1])
-        held = every[recomputed]
-        if held is None:
-            self._alone.weights.check(layout.p, layout.t)
-            raise BadInput(f"layout {layout}", "cannot hold the model")
-        own = None
-        if self.generates and layout.p * layout.t == 1 and t_g > 1:
-            own = t_g if self._groups(t_g, layout.size) else None
+        recomputed = next((mode for mode, held in every.items() if held[1] <= room), self.recompute_modes[-1])
+        whole = layout.p * layout.t == 1
+        own = t_g if self.generates and whole and t_g > 1 and self._groups(t_g, layout.size) else None
         if self.generates and own is None:
-            layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
-        return self._option(Option(layout, *held, own_t_g=own, recomputed=recomputed))
+            layout = layout.generating(1 if whole else t_g)
+        return self._option(Option(layout, *every[recomputed], own_t_g=own, recomputed=recomputed))
 
-    def _in_turns(self, held: tuple[int, int] | None) -> tuple[int, int] | None:
+    def _in_turns(self, held: tuple[int, int]) -> tuple[int, int]:
         """Return (lasting, passing); if roles take turns in the memory, all bytes count as passing."""
-        return (0, sum(held)) if held and self.model.workload.take_turns else held
+        return (0, sum(held)) if self.model.workload.take_turns else held
 
     def _option(self, option: Option) -> Option:
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -171,27 +164,18 @@ class RoleOptions:
         computed = {call.stage: call.kind for call in self.calls if call.kind != "generate"}
         for stage, kind in computed.items() if model.workload.take_turns else ():  # load to the device, and unload
             cut = option.inference or layout
-            held = self._held(layout, option.recomputed) if kind == "train" else None
-            nbytes = held[0] if held else self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
+            weights = self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
+            nbytes = self._held(layout, option.recomputed)[0] if kind == "train" else weights
             add("load", stage, Terms(links=2 * nbytes / model.hardware.host_bytes_s))
         for call in self.calls:
             if call.kind == "infer":
-                add(call.name, call.stage, self._term("infer", option.inference or layout, False))
+                add(call.name, call.stage, model.infer(self.role, option.inference or layout))
             elif call.kind == "train":
-                add(call.name, call.stage, self._term("train", layout, option.recomputed))
+                add(call.name, call.stage, model.train(self.role, layout, option.recomputed))
             elif cache_bytes is not None:
                 waves = float(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
                 add(call.name, call.stage, model.generate(self.role, layout.size, option.t_g, waves))
         return tuple(found)
-
-    def _term(self, kind: str, layout: Layout, recomputed: bool) -> Terms:
-        key = kind, layout.p, layout.t, layout.d, recomputed
-        if key not in self._terms:
-            if kind == "infer":
-                self._terms[key] = self.model.infer(self.role, layout)
-            else:
-                self._terms[key] = self.model.train(self.role, layout, recomputed)
-        return self._terms[key]
 
     def _moved(self, train: Layout, other: Layout) -> Terms:
         """Return the terms of moving weights from training's layout to another one on the same ranks: at most all that
@@ -202,8 +186,7 @@ class RoleOptions:
         return self.model.moved(self.role, nbytes, train.size, other.p * other.t)
 
     def _forward_bytes(self, layout: Layout) -> int:
-        held = _held(self._running, False, layout.p, layout.t, 1, False)
-        return held[1] if held else 0
+        return _held(self._running, False, layout.p, layout.t, 1, False)[1]
 
     def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
         """Return every (p, t, d) on `devices` devices that divides the model, that its engine supports, and (fit) whose
@@ -221,8 +204,9 @@ class RoleOptions:
                 if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
                 layout = Layout(p, t, devices // (p * t))
-                held = self._held(layout, self.recompute_modes[-1])
-                if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
+                if _divides(self.role.weights, p, t) and (
+                    not fit or sum(self._held(layout, self.recompute_modes[-1])) <= hardware.usable_bytes
+                ):
                     found.append(layout)
         return found
 
@@ -242,30 +226,22 @@ class RoleOptions:
                 yield layout, t_g
 
     def _groups(self, t_g: int, devices: int) -> bool:
-        if devices % t_g or self.model.hardware.devices_per_machine % t_g:
-            return False
-        try:
-            self.role.weights.check(1, t_g)
-        except BadInput:
-            return False
-        return True
+        per_machine = self.model.hardware.devices_per_machine
+        return devices % t_g == 0 and per_machine % t_g == 0 and _divides(self.role.weights, 1, t_g)
 
-    def _held(self, layout: Layout, recomputed: bool) -> tuple[int, int] | None:
-        """Return (lasting, passing) of the fullest rank, without generation; None if the layout is not possible."""
+    def _held(self, layout: Layout, recomputed: bool) -> tuple[int, int]:
+        """Return (lasting, passing) of the fullest rank, without generation."""
         if self.role.samples_only:
             return 0, 0
         replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
-        found = _held(self._alone, self._cuts_optimizer, layout.p, layout.t, replicas, recomputed)
-        if found is None:
-            return None
-        lasting, passing, optimizer = found
+        lasting, passing, optimizer = _held(self._alone, self._cuts_optimizer, layout.p, layout.t, replicas, recomputed)
         return lasting - optimizer // replicas + math.ceil(optimizer / layout.d), passing
 
     def passing_bytes(self, devices: int) -> int:
         """Return the least bytes of a device that the longest row, or a micro-batch, takes, in the finest layout."""
         layouts = self.layouts(1 << devices.bit_length() - 1, fit=False)
         cached = min(self.model.row_bytes(self.role, one.t) for one in layouts) if self.generates else 0
-        return max(math.ceil(cached), min((self._held(one, self.recompute_modes[-1]) or (0, 0))[1] for one in layouts))
+        return max(math.ceil(cached), min(self._held(one, self.recompute_modes[-1])[1] for one in layouts))
 
     def generation_bytes(self, t_g: int) -> int:
         """Return the bytes of the generation engine's weights on one device."""
@@ -290,17 +266,22 @@ class RoleOptions:
 
 
 @lru_cache(maxsize=16_384)
-def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, recomputed: bool) -> tuple[int, int, int] | None:
+def _divides(weights: ModelWeights, p: int, t: int) -> bool:
+    """Whether p stages of t tensor ranks can divide a model."""
+    try:
+        weights.check(p, t)
+    except BadInput:
+        return False
+    return True
+
+
+@lru_cache(maxsize=16_384)
+def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, recomputed: bool) -> tuple[int, int, int]:
     """Return (lasting, passing, optimizer) bytes of the fullest rank. cut: whether replicas share the optimizer."""
     if cut:  # as with DeepSpeed's ZeRO-1, where each of the `replicas` has an equal share of the optimizer
         training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=recomputed)
         role = replace(role, training=training)
-    one = Layout(p, t, replicas)
-    try:
-        role.weights.check(p, t)
-        ends = [rank_memory(role, one, rank) for rank in {0, (p - 1) * t}]
-    except BadInput:
-        return None
+    ends = [rank_memory(role, Layout(p, t, replicas), rank) for rank in {0, (p - 1) * t}]
     most = max(ends, key=lambda end: end.lasting)
     return most.lasting, max(end.passing for end in ends), most.optimizer * replicas if cut else 0
 

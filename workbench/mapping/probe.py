@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -111,11 +111,9 @@ def _timed(call: Callable[[], Any], device: Any = None) -> float:
     """Return the seconds of a call: the fastest of several."""
     import torch
 
-    found = []
-    for _ in range(5):
-        start_s = time.perf_counter()
+    def finished() -> None:
         call()
         if device is not None and device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start_s)
-    return min(found)
+
+    return min(timeit.repeat(finished, number=1))

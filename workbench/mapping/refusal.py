@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -14,9 +13,11 @@ from workbench.errors import BadInput
 from workbench.mapping.options import RoleOptions
 from workbench.mapping.workload import Workload
 from workbench.placement.role_model import RoleModel
+from workbench.settings.training import Training
 
 Fewest = Callable[[Workload, Mapping[str, RoleModel]], float]  # returns the least number of devices on which these fit
-Change = tuple[dict[str, Any], dict[str, Any]]  # new values of the workload's fields, and of fields of its `training`
+Change = tuple[str, Any]  # a setting and its new value
+OF_WORKLOAD = ("engine", "take_turns")  # settings of the workload; others are settings of its `training`
 
 
 def nothing_fits(
@@ -51,56 +52,52 @@ def _settings_that_fit(fewest: Fewest, workload: Workload, roles: Mapping[str, R
     """Return changes with which the models fit, as code: each setting that suffices alone (if none does, the fewest
     that suffice together, on more devices if needed), and the number of devices that suffices without any."""
 
-    every = tuple(_changes(workload, roles))
+    few = tuple(_changes(workload, roles))
 
     @cache
-    def needed(*chosen: int) -> float:
-        changes = [every[n] for n in chosen]
-        settings = _joined(changes)[1]
-        changed = {name: replace(role, training=replace(role.training, **settings)) for name, role in roles.items()}
+    def needed(*changes: Change) -> float:
+        changed = {name: replace(role, training=_trained(role.training, changes)) for name, role in roles.items()}
         return fewest(_changed(workload, changes), changed)
 
-    found = [_written(workload, [one]) for n, one in enumerate(every) if needed(n) <= devices]
-    few = tuple(range(len(every)))
+    found = [_written(workload, [one]) for one in few if needed(one) <= devices]
     most, count = max(devices, needed(*few)), needed()
     if not found and most < count:
         for one in few:
             fewer = tuple(other for other in few if other != one)
             few = fewer if needed(*fewer) <= most else few
-        found = [_written(workload, [every[n] for n in few]) + f" on {most} devices" * (most > devices)]
+        found = [_written(workload, few) + f" on {most} devices" * (most > devices)]
     return [*found, *([f"{count} devices"] if count < math.inf else [])]
 
 
 def _changes(workload: Workload, roles: Mapping[str, RoleModel]) -> Iterator[Change]:
     trained = [role for role in roles.values() if role.trained]
     if workload.engine == "workbench" and any(role.engine == "torch" for role in trained):
-        yield {"engine": "cluster"}, {}
+        yield "engine", "cluster"
     if not workload.take_turns and len(roles) > 1:
-        yield {"take_turns": True}, {}
+        yield "take_turns", True
     if not all(role.training.activation_checkpointing for role in trained):
-        yield {}, {"activation_checkpointing": True}
+        yield "activation_checkpointing", True
     if any(role.micro_batch_tokens > workload.longest_row for role in roles.values()):
-        yield {}, {"micro_batch_tokens": workload.longest_row}
+        yield "micro_batch_tokens", workload.longest_row
     if any(role.engine in ("zero0", "zero1", "zero2") for role in trained):
-        yield {}, {"zero_stage": 3}
+        yield "zero_stage", 3
 
 
-def _joined(changes: Sequence[Change]) -> Change:
-    """Merge several changes into one."""
-    return dict(ChainMap(*(own for own, _ in changes))), dict(ChainMap(*(set_to for _, set_to in changes)))
+def _trained(training: Training, changes: Sequence[Change]) -> Training:
+    return replace(training, **{name: value for name, value in changes if name not in OF_WORKLOAD})
 
 
 def _changed(workload: Workload, changes: Sequence[Change]) -> Workload:
-    own, settings = _joined(changes)
-    return replace(workload, training=replace(workload.training, **settings), **own)
+    own = {name: value for name, value in changes if name in OF_WORKLOAD}
+    return replace(workload, training=_trained(workload.training, changes), **own)
 
 
 def _written(workload: Workload, changes: Sequence[Change]) -> str:
     """Return the changes as code; `training` is written with all values that differ from `Training`'s defaults."""
-    own, settings = _joined(changes)
-    written, training = [f"{name}={value!r}" for name, value in own.items()], _changed(workload, changes).training
-    set_to = [(one.name, getattr(training, one.name), one.default) for one in fields(training)]
-    if settings:
+    written = [f"{name}={value!r}" for name, value in changes if name in OF_WORKLOAD]
+    if len(written) < len(changes):
+        training = _trained(workload.training, changes)
+        set_to = [(one.name, getattr(training, one.name), one.default) for one in fields(training)]
         told = ", ".join(f"{name}={value!r}" for name, value, default in set_to if value != default)
         written.append(f"training=wb.Training({told})")
     return f"wb.mapping.Workload({', '.join(written)})"

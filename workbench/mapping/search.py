@@ -9,13 +9,9 @@ and keeping the rows (devices, seconds by stage) that no other row beats. A drop
 because sums and maxima grow with their parts. Within a set, roles are joined one after another in the same way: among
 ways of roles that do not generate, those that others beat in seconds, lasting and passing bytes are dropped.
 
-Most sizes of a set need no such list. In each stage, a set takes at least the sum of its roles' seconds in their
-fastest layouts; the same gives a lower bound for the other sets, on the devices left for them. The best plan on coarse
-multiples of devices is an upper bound: the search drops sizes of a set with which every plan takes longer, and rows
-that take longer together with the bound of the remaining sets. It then repeats with finer multiples, down to single
-devices. Beyond `MOST_EXACT` devices, seconds are rounded down to powers of 1.01: the result is then a lower bound for
-all plans, and the plan found with it takes at most 1 % more. `tests/mapping` compares this with enumerating all
-mappings.
+Bounds exclude most sizes of a set before that, with coarse multiples of devices first; docs/mapping.md says why the
+plan is still the best, and how seconds are rounded beyond `MOST_EXACT` devices. `tests/mapping` compares the search
+with enumerating all mappings.
 
 The paper's algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
 `devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.

@@ -174,7 +174,6 @@ def words(plan: Plan) -> str:
 
 
 def label(axis: str) -> str:
-    """Return the name of an axis for display."""
     return axis.replace("_", " ")
 
 

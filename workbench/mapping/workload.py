@@ -162,10 +162,6 @@ class Workload:
         """The calls of a role."""
         return tuple(call for call in self.calls if call.role == role)
 
-    def shards_optimizer(self, trained_by: str) -> bool:
-        """Whether optimizer states are sharded over a role's replicas. trained_by: its `RoleModel.engine`."""
-        return trained_by in ("zero1", "zero2", "zero3") or (trained_by == "torch" and self.engine == "cluster")
-
     def without(self, names: Iterable[str]) -> Workload:
         """Return the workload without some calls; calls that read their rows lose these inputs."""
         gone = set(names)

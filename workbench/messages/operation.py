@@ -13,7 +13,7 @@ from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, THREE_D_PROTO, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.checked_calls import checked_call
-from workbench.support.named_fields import remedy_for
+from workbench.support.named_fields import KEYWORD, NAMED, SEVERAL, check_call
 from workbench.support.validation import checked, hints_of, one_of
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def register(
             check_columns=check_columns,
             by_hand=by_hand,
             signature=signature.replace(parameters=parameters),
-            hints=_hints(method, signature),
+            hints=hints_of(method),
             doc=inspect.getdoc(method) or "",
         )
         return method
@@ -172,13 +172,6 @@ def operations(worker_class: type) -> dict[str, Operation]:
         if operation is not None:
             found[name] = operation
     return found
-
-
-def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return the annotations of all arguments but *args and **kwargs."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [name for name, parameter in signature.parameters.items() if parameter.kind not in several]
-    return {name: hint for name, hint in hints_of(method).items() if name in named}
 
 
 # For most stages of models: replicas share the rows of each minibatch. An update takes optimizer steps.
@@ -196,21 +189,17 @@ def checked_arguments(
     parameters = list(operation.signature.parameters.values())
     if operation.takes_batch:
         parameters = parameters[1:]
+    if operation.samples:  # so that an error names it, too
+        parameters.append(inspect.Parameter("samples", KEYWORD, default=1))
     signature = operation.signature.replace(parameters=parameters)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        names = [p.name for p in parameters] + (["samples"] if operation.samples else [])
-        unknown = next((name for name in kwargs if name not in names), None)
-        raise BadInput(
-            f"{owner}.{operation.name}: {error}",
-            f"it takes {', '.join(names) or 'nothing more'}",
-            remedy_for(unknown, names) if unknown else "",
-        ) from None
+    bound = check_call(f"{owner}.{operation.name}", signature, args, kwargs)
     bound.apply_defaults()
+    bound.arguments.pop("samples" if operation.samples else "", None)
     for name, hint in operation.hints.items():
-        parameter = signature.parameters.get(name)  # None: the batch
-        if parameter is None or (value := bound.arguments[name]) is parameter.default:
+        parameter = signature.parameters.get(name)  # None: the batch, or the returned value
+        if parameter is None or parameter.kind in (SEVERAL, NAMED):
+            continue
+        if (value := bound.arguments[name]) is parameter.default:
             continue
         wanted = list[hint] if operation.protocol.values_per_rank else hint  # type: ignore[valid-type]
         bound.arguments[name] = checked(name, value, wanted, parameter.default)

@@ -59,12 +59,12 @@ class TransferProtocol:
                     f"there are {len(minibatches)} minibatches",
                     "return one array for each minibatch",
                 )
-            for chunk in chunks:
-                if len(wrong := chunk[(chunk < 0) | (chunk >= rows)]):
-                    raise BadInput(
-                        f"{operation}: {self.name}.distribute gave rank {rank} row {wrong[0]}",
-                        f"the batch has rows 0 to {rows - 1}",
-                    )
+            held = np.concatenate(chunks)
+            if len(wrong := held[(held < 0) | (held >= rows)]):
+                raise BadInput(
+                    f"{operation}: {self.name}.distribute gave rank {rank} row {wrong[0]}",
+                    f"the batch has rows 0 to {rows - 1}",
+                )
         return dealt
 
     def gather(self, layout: Layout, dealt: list[Chunks], rows: int, operation: str) -> list[int]:
@@ -112,10 +112,8 @@ def _micro_replica(layout: Layout, rank: int) -> int:
 
 def _one_of_each_micro_replica(layout: Layout) -> list[int]:
     """Return the lowest rank of every generation replica: its first stage, tensor rank 0."""
-    lowest: dict[int, int] = {}
-    for rank in range(layout.size):
-        lowest.setdefault(_micro_replica(layout, rank), rank)
-    return [lowest[replica] for replica in sorted(lowest)]
+    replicas = [_micro_replica(layout, rank) for rank in range(layout.size)]
+    return [replicas.index(replica) for replica in range(layout.d * layout.d_g)]
 
 
 _over_replicas = split_over(lambda layout, rank: layout.coordinates(rank)[0], lambda layout: layout.d)
@@ -168,8 +166,6 @@ def protocol(
 
     distribute, collect, joins: as in `TransferProtocol`; default: every rank gets every row, all outputs are collected.
     """
-    if not name.isidentifier():
-        raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
     if name in PAPERS:
         raise BadInput(
             f"protocol name {name!r}", f"the paper has these names: {', '.join(PAPERS)}", "choose another name"

@@ -69,9 +69,13 @@ def rendered(
 
 def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Whether the chat template contains a name, as a variable or in a text."""
-    template = tokenizer.chat_template
-    text = template if isinstance(template, str) else " ".join((template or {}).values())
-    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+    return re.search(rf"\b{re.escape(name)}\b", template_text(tokenizer)) is not None
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template as one text, of several named ones all; "" if there is none."""
+    template = tokenizer.chat_template or ""
+    return template if isinstance(template, str) else " ".join(template.values())
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]], tools: Sequence[Any]) -> set[str]:

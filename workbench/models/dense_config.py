@@ -96,7 +96,7 @@ def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
     except ModelUnavailable as error:
         raise ModelUnavailable(error.value, error.rule, f"{error.remedy}, or a size: {', '.join(SIZES)}") from error
     with suppress(OSError, BadInput):
-        if dense := _dense(read_json(file, limit=2**20)):
+        if dense := _dense(read_json(file)):
             return dense
     from workbench.models.loading import read_config
 

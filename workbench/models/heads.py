@@ -61,10 +61,12 @@ class PackedModule(nn.Module):
     """A module that a role trains or runs on packed sequences: `read(hidden_states(...), ...)`; the two calls may run
     on different ranks.
 
-    padded_because: why the model gets padded sequences; None: it runs packs.
+    padded_because: why the model gets padded sequences; None: it runs packs. micro_batch_tokens: the largest number of
+    tokens that `forward` gets on any rank.
     """
 
     padded_because: str | None
+    micro_batch_tokens: int = 2048
 
     def get_backbone(self) -> PreTrainedModel:
         """Return the layers below the head."""
@@ -101,8 +103,9 @@ class PackedModule(nn.Module):
         """Return zeros in the shape of the result of `read`, for ranks without the head."""
         raise NotImplementedError
 
-    def expect(self, micro_batch_tokens: int) -> None:
-        """Declare the largest number of tokens that `forward` will get on any rank from now on."""
+    def weight_names(self) -> dict[str, str]:
+        """Return own parameter name -> transformers' name; tied weights once, without an adapter's weights."""
+        raise NotImplementedError
 
     def untrained(self) -> dict[str, Tensor]:
         """Return by transformers' names the tensors of a checkpoint that are no parameters, such as router biases."""
@@ -127,10 +130,9 @@ class TokenLogProbs(PackedModule):
 
     The head runs in ceil(N / 512) calls, with the logits of one call in memory, also in the backward pass, which
     recomputes them. It cuts rows, not the vocabulary with a running log-sum-exp: so each log-probability is the result
-    of one product and one softmax, and the head is called as a whole module. micro_batch_tokens: the largest T that
-    `forward` gets on any rank, until `expect` changes it; a larger T needs more memory; None: 2048. If the head's
-    weight is sharded over ranks (ZeRO stage 3), each call gathers it, so every rank must make the same number of calls:
-    ceil(micro_batch_tokens / 512), for any N.
+    of one product and one softmax, and the head is called as a whole module. If the head's weight is sharded over ranks
+    (ZeRO stage 3), each call gathers it, so every rank must make the same number of calls:
+    ceil(micro_batch_tokens / 512), for any N. A larger T needs more memory.
 
     float32_head: compute logits in fp32, see `compute_in_float32`.
     aliases: for each weight all names that the model has for it; a tied head has two. vocabulary: the weights with one
@@ -145,7 +147,7 @@ class TokenLogProbs(PackedModule):
         super().__init__()
         self.model = model.eval()
         self.aliases, self.vocabulary = _aliases(model), _vocabulary(model)
-        self.expect(micro_batch_tokens or 2048)
+        self.micro_batch_tokens = micro_batch_tokens or self.micro_batch_tokens
         _require_plain_head(model)
         if float32_head:
             compute_in_float32(model)
@@ -153,9 +155,6 @@ class TokenLogProbs(PackedModule):
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
-
-    def expect(self, micro_batch_tokens: int) -> None:
-        self.micro_batch_tokens = micro_batch_tokens
 
     def read(  # type: ignore[override]
         self,
@@ -264,7 +263,6 @@ class TokenLogProbs(PackedModule):
         return function(scaled if sets is None else sets.masked(scaled), places)
 
     def weight_names(self) -> dict[str, str]:
-        """Return own parameter name -> transformers' name; tied weights once, without an adapter's weights."""
         names = (name for name, _ in self.named_parameters() if ".lora_" not in name)
         return {name: name.removeprefix("model.").replace(".base_layer.", ".") for name in names}
 
@@ -308,7 +306,7 @@ class TokenValues(PackedModule):
         return torch.zeros(len(positions), device=positions.device)
 
     def weight_names(self) -> dict[str, str]:
-        """Return own parameter name -> transformers' name in a sequence classification model; tied weights once."""
+        """See the base class; the names are those of a sequence classification model."""
         prefix = f"{self.backbone.base_model_prefix}."
         names = (name for name, _ in self.named_parameters())
         return {n: prefix + n.removeprefix("backbone.") if n.startswith("backbone.") else n for n in names}

@@ -106,14 +106,6 @@ def adapter_names(module: nn.Module) -> dict[str, str]:
     return {name: f"base_model.{name.replace(f'.{ADAPTER}.', '.')}" for name in names}
 
 
-def adapter_scales(module: nn.Module) -> dict[str, float]:
-    """Return name in `module` -> alpha / rank, for each layer with an adapter."""
-    return {
-        name.removesuffix(".base_layer.weight"): float(layer.scaling[ADAPTER])
-        for name, layer in adapted_layers(module).items()
-    }
-
-
 def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
     """Write a folder that `peft.PeftModel.from_pretrained(base, folder)` can load."""
     from safetensors.torch import save_file

@@ -9,22 +9,14 @@ Shapes: T tokens, N positions, H hidden size, V vocabulary, of which a rank has 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from workbench.models.logits import TokenSets, linear_in_float32
 
-
-class TensorGroup(Protocol):
-    """Collectives of a tensor group."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the ranks, in place."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Take the maximum of a tensor over the ranks, in place."""
+TensorGroup = Any  # a `Communicator` of the tensor ranks; this layer does not know it
 
 
 class _Enter(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.models.chat_template import rendered
+from workbench.models.chat_template import rendered, template_text
 from workbench.models.control_tokens import encoded, special_tokens, unmarked
 from workbench.models.resolve import quiet_transformers, resolve
 
@@ -57,9 +57,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 def _filler(tokenizer: Any, name: str) -> str:
     """Return a special token that the chat template does not write and that neither begins nor ends a sequence."""
-    template = tokenizer.chat_template or ""
-    template = template if isinstance(template, str) else " ".join(template.values())
-    special = special_tokens(tokenizer)
+    special, template = special_tokens(tokenizer), template_text(tokenizer)
     taken = {tokenizer.eos_token, tokenizer.bos_token}
     free = [token for token in special if token not in taken and token not in template]
     for token in (*_FILLERS, tokenizer.unk_token, *free):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
-from workbench.models.chat_template import rendered
+from workbench.models.chat_template import rendered, template_text
 from workbench.models.control_tokens import special_tokens
 from workbench.models.tokenizers import REASONING, THINK, has_texts, is_text, turn_end
 from workbench.support.validation import one_of
@@ -76,9 +76,7 @@ def response_template(tokenizer: PreTrainedTokenizerBase, form: str | Template |
         return FORMATS[form]
     if (own := getattr(tokenizer, "response_template", None)) is not None:
         return dict(own)
-    template = tokenizer.chat_template or ""
-    text = template if isinstance(template, str) else " ".join(template.values())
-    return FORMATS[next((name for mark, name in MARKS.items() if mark in text), "hermes")]
+    return FORMATS[next((name for mark, name in MARKS.items() if mark in template_text(tokenizer)), "hermes")]
 
 
 def check_template(template: Template) -> None:

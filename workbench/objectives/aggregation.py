@@ -15,12 +15,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from workbench.errors import BadInput
-from workbench.objectives.arguments import check_2d, check_range, same_shape, upcast
+from workbench.objectives.arguments import same_shape, upcast
 from workbench.support.validation import one_of
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "fixed-length"]
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | None = None) -> Tensor:
@@ -33,19 +31,16 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
 
     A sequence counts if it has a valid token, so rows that only pad a micro-batch change nothing.
 
-    Raises `BadInput` on an unknown mode, or if "fixed-length" has no `max_response_tokens`.
+    Raises `BadInput` on an unknown mode.
     """
-    one_of("how", how, AGGREGATIONS)
-    check_2d(mask_BT)
+    one_of("how", how, get_args(Aggregation))
     mask_BT = mask_BT.bool()
     if how == "token-mean":
         return mask_BT.sum().double()
     sequences = mask_BT.any(-1).sum().double()
     if how != "fixed-length":
         return sequences
-    if max_response_tokens is None:
-        raise BadInput("max_response_tokens=None", "'fixed-length' divides by the most tokens that a response may have")
-    check_range("max_response_tokens", max_response_tokens, 1)
+    assert max_response_tokens is not None
     return sequences * max_response_tokens
 
 
@@ -62,8 +57,7 @@ def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tens
 
     Raises `BadInput` on unequal shapes or an unknown mode.
     """
-    one_of("how", how, AGGREGATIONS)
-    check_2d(mask_BT)
+    one_of("how", how, get_args(Aggregation))
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     mask_BT = mask_BT.bool()
     # A selection, not a product: infinite entries outside the mask must not leak in.

@@ -1,4 +1,4 @@
-"""Checks of the arguments of estimators and losses, so that a wrong shape raises instead of broadcasting silently.
+"""Checks of shapes, so that a wrong shape raises instead of broadcasting silently. The operations check plain numbers.
 
 Shape suffixes of this folder:
 
@@ -13,16 +13,10 @@ other tokens, such as tool output. Entries outside the mask may be any finite nu
 
 from __future__ import annotations
 
-import math
-import numbers
-
 import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
-
-LARGEST = torch.finfo(torch.float32).max
 
 
 def same_shape(**tensors: Tensor) -> None:
@@ -37,15 +31,6 @@ def same_shape(**tensors: Tensor) -> None:
             )
 
 
-def check_moments(**sums: Tensor) -> None:
-    """Raise `BadInput`, with the shape, unless all tensors have the shape of a result of `moments`."""
-    for name, tensor in sums.items():
-        if tensor.shape != (3,):
-            raise BadInput(
-                f"{name} has shape {list(tensor.shape)}", "must be [count, sum, sum of squares], as from moments()"
-            )
-
-
 def one_per_row(name: str, x_B: Tensor, mask_BT: Tensor) -> None:
     """Raise `BadInput` unless `x_B` is a vector with one entry for each row of `mask_BT`."""
     if x_B.shape != mask_BT.shape[:1]:
@@ -53,23 +38,6 @@ def one_per_row(name: str, x_B: Tensor, mask_BT: Tensor) -> None:
             f"{name} has shape {list(x_B.shape)}, mask_BT has shape {list(mask_BT.shape)}",
             f"{name} must hold one number a row",
         )
-
-
-def check_2d(mask_BT: Tensor) -> None:
-    """Raise `BadInput` unless the tensor has two dimensions, rows and tokens."""
-    if mask_BT.ndim != 2:
-        raise BadInput(f"mask_BT has shape {list(mask_BT.shape)}", "must be [rows, response tokens]")
-
-
-def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise `BadInput` unless low <= value <= high."""
-    if not isinstance(value, numbers.Real):
-        raise BadInput(f"{name}={shown(value)}", "must be a number")
-    if not low <= value <= high:
-        remedy = f"give {low:g} or more" if high == math.inf else f"give a number from {low:g} to {high:g}"
-        raise BadInput(f"{name}={shown(value)}", f"must lie in [{low}, {high}]", remedy)
-    if LARGEST < value < math.inf:
-        raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest float32, or infinite")
 
 
 def upcast(x: Tensor) -> Tensor:

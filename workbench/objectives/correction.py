@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import check_2d, same_shape, upcast
+from workbench.objectives.arguments import same_shape, upcast
 from workbench.objectives.kl import MAX_LOG_RATIO
 from workbench.support.validation import Number, Rule, settings
 
@@ -120,7 +120,6 @@ def raw_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
 
 
 def _log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
-    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, old_log_prob_BT=old_log_prob_BT, rollout_log_prob_BT=rollout_log_prob_BT)
     mask_BT = mask_BT.bool()
     log_BT = torch.where(mask_BT, upcast(old_log_prob_BT) - upcast(rollout_log_prob_BT), 0.0)
@@ -197,10 +196,7 @@ def step_scale(effective: float, reference: float) -> float:
     Source: Huang et al. 2026, "Stable Asynchrony", https://arxiv.org/abs/2602.17616: the variance of the policy
     gradient scales with 1 / effective sample size, and Adam's step with the square root of the batch size.
     effective: the result of `effective_sample_size` for the `raw_weights` of a minibatch, one per token or per sequence
-    according to the correction's `level`. reference: the same for fresh rollouts, where only the engine differs.
-
-    Raises `BadInput` unless 0 < reference <= 1.
+    according to the correction's `level`. reference: the same for fresh rollouts, where only the engine differs; above
+    0 and at most 1.
     """
-    if not 0 < reference <= 1:
-        raise BadInput(f"reference={reference!r}", "an effective sample size is a share of the samples, in (0, 1]")
     return min(1.0, effective / reference) ** 0.5

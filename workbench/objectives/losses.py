@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import check_2d, check_range, same_shape, upcast
+from workbench.objectives.arguments import same_shape, upcast
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
 from workbench.support.validation import NonNegativeFloat, Number, Rule, settings
 
@@ -49,21 +49,13 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyStats]:
     """Compute the named loss, [B, T]. dual_clip: only for "ppo". mask_BT: read by "gspo" only.
 
-    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, and on an unknown name, on a dual clip for
-    another loss than "ppo", and on a clip for "sapo".
+    clip_low, clip_high: see `clips`; "sapo" has none. Raises `BadInput` as the loss does, and on an unknown name.
     """
     if kind == "sapo":
-        for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("dual_clip", dual_clip)):
-            if value is not None:
-                raise BadInput(
-                    f"{name}={value} with loss='sapo'", "SAPO has no clip: its gate is smooth", "leave it out"
-                )
         return sapo_loss(log_prob_BT, old_log_prob_BT, advantages_BT)
     clip_low, clip_high = clips(kind, clip_low, clip_high)
     if kind == "ppo":
         return ppo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high, dual_clip)
-    if dual_clip is not None:
-        raise BadInput(f"dual_clip={dual_clip} with loss={kind!r}", "only loss='ppo' has a dual clip", "leave it out")
     if kind == "gspo":
         return gspo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, mask_BT, clip_low, clip_high)
     if kind == "cispo":
@@ -100,14 +92,13 @@ def ppo_loss(
     Before the first optimizer step pi = pi_old: rho is 1, nothing is clipped, the loss is -A. The log-ratio is clamped
     to [-20, 20]; outside, the gradient is 0.
 
-    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0, dual_clip < 1.
+    Raises `BadInput` on unequal shapes.
     """
-    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT)
     ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT)
     unclipped_BT = ratio_BT * advantages_BT
     objective_BT = torch.minimum(unclipped_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT)
     if dual_clip is not None:
-        check_range("dual_clip", dual_clip, 1.0)
         floor_BT = torch.maximum(objective_BT, dual_clip * advantages_BT)
         objective_BT = torch.where(advantages_BT < 0, floor_BT, objective_BT)
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
@@ -132,11 +123,10 @@ def gspo_loss(
     a sequence is clipped as a whole. The mean is over tokens inside the mask. The paper's bounds (the defaults here)
     are small because s is a geometric mean, which stays near 1.
 
-    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
+    Raises `BadInput` on unequal shapes.
     """
-    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
-    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT)
     mask_BT, log_prob_BT = mask_BT.bool(), upcast(log_prob_BT)
     log_ratio_BT = torch.where(mask_BT, log_prob_BT.detach() - upcast(old_log_prob_BT).detach(), 0.0)
     mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
@@ -160,9 +150,9 @@ def cispo_loss(
     means no lower bound, as in the paper's training. At pi = pi_old, the loss does not have the value -A, as PPO's
     does, but its gradient equals PPO's.
 
-    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
+    Raises `BadInput` on unequal shapes.
     """
-    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT)
     ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT).detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return -weight_BT * advantages_BT * upcast(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
@@ -183,25 +173,18 @@ def sapo_loss(
     At pi = pi_old its gradient is that of -A log pi; farther away it shrinks smoothly, faster where A <= 0. Nothing is
     clipped.
 
-    Raises `BadInput` on unequal shapes, and on temperatures that are not above 0.
+    Raises `BadInput` on unequal shapes.
     """
-    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, 0.0, 0.0)
-    for name, value in (("temperature_positive", temperature_positive), ("temperature_negative", temperature_negative)):
-        if not value > 0:
-            raise BadInput(f"{name}={value}", "must be above 0")
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT)
     ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT)
     tau_BT = torch.where(advantages_BT > 0, temperature_positive, temperature_negative).to(ratio_BT)
     gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (ratio_BT - 1))
     return -gate_BT * advantages_BT, PolicyStats(ratio_BT.detach(), torch.zeros_like(ratio_BT, dtype=torch.bool))
 
 
-def _checked(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Check the arguments of a policy loss; return the advantages without gradient, in at least fp32."""
+def _checked(log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor) -> Tensor:
+    """Check the shapes of a policy loss; return the advantages without gradient, in at least fp32."""
     same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT)
-    check_range("clip_low", clip_low, 0.0, 1.0)
-    check_range("clip_high", clip_high, 0.0)
     return upcast(advantages_BT).detach()
 
 
@@ -217,13 +200,12 @@ def value_loss(
     Source: the clipped form is from https://github.com/openai/baselines, `ppo2/model.py`. Gradients flow into
     `values_BT` only. old_values_BT: the values used for the advantages; they are needed for the clip only.
 
-    Raises `BadInput` on unequal shapes or a negative clip.
+    Raises `BadInput` on unequal shapes.
     """
     same_shape(values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT)
     values_BT, old_values_BT, returns_BT = map(upcast, (values_BT, old_values_BT.detach(), returns_BT.detach()))
     unclipped_BT = error_BT = (values_BT - returns_BT).square()
     if clip is not None:
-        check_range("clip", clip, 0.0)
         near_BT = values_BT.clamp(old_values_BT - clip, old_values_BT + clip)
         error_BT = torch.maximum(unclipped_BT, (near_BT - returns_BT).square())
     return 0.5 * error_BT, (error_BT != unclipped_BT).detach()
@@ -293,9 +275,7 @@ def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:
 
 def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generator) -> Tensor:
     """Return which tokens a loss holds back, bool [N]. KLCov: its share with the largest covariances; ClipCov: its
-    share, drawn from tokens strictly within the bounds. Raises `BadInput` unless the covariances are [N]."""
-    if covariances_N.ndim != 1:
-        raise BadInput(f"covariances_N of shape {list(covariances_N.shape)}", "must be [tokens]")
+    share, drawn from tokens strictly within the bounds."""
     chosen_N = torch.zeros(len(covariances_N), dtype=torch.bool)
     count = max(1, int(len(covariances_N) * loss.share))
     if isinstance(loss, KLCov):

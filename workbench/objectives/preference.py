@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from workbench.objectives.arguments import check_range, same_shape, upcast
-from workbench.support.validation import at_least
+from workbench.objectives.arguments import same_shape, upcast
 
 # ORPO clamps mean token probabilities to this, because the odds of 1 are infinite.
 MOST_PROBABLE = 1 - 1e-6
@@ -63,11 +62,9 @@ def dpo_loss(
 
     If pi is the reference, the loss is log 2. Gradients flow into `chosen_P` and `rejected_P` only.
 
-    Raises `BadInput` on unequal shapes, beta < 0, label_smoothing outside [0, 0.5].
+    Raises `BadInput` on unequal shapes.
     """
     same_shape(chosen_P=chosen_P, rejected_P=rejected_P, ref_chosen_P=ref_chosen_P, ref_rejected_P=ref_rejected_P)
-    check_range("beta", beta, 0.0)
-    check_range("label_smoothing", label_smoothing, 0.0, 0.5)
     chosen_rewards_P = beta * (upcast(chosen_P) - upcast(ref_chosen_P).detach())
     rejected_rewards_P = beta * (upcast(rejected_P) - upcast(ref_rejected_P).detach())
     h_P = chosen_rewards_P - rejected_rewards_P
@@ -97,13 +94,12 @@ def ipo_loss(
     DPO raises h without limit for a pair that is always preferred; this loss is 0 at h = 1 / (2 beta). Gradients flow
     into `chosen_P` and `rejected_P` only. The stats are beta times the two terms of h.
 
-    Raises `BadInput` on unequal shapes, and on beta <= 0.
+    Raises `BadInput` on unequal shapes.
     """
     same_shape(
         chosen_P=chosen_P, rejected_P=rejected_P, ref_chosen_P=ref_chosen_P, ref_rejected_P=ref_rejected_P,
         chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P,
     )  # fmt: skip
-    at_least("beta", beta, 0, strictly=True)
     chosen_P = (upcast(chosen_P) - upcast(ref_chosen_P).detach()) / chosen_tokens_P
     rejected_P = (upcast(rejected_P) - upcast(ref_rejected_P).detach()) / rejected_tokens_P
     loss_P = (chosen_P - rejected_P - 1 / (2 * beta)) ** 2
@@ -132,12 +128,11 @@ def orpo_loss(
     is a mean over each answer's tokens, then over pairs, as in equation 6; TRL uses one mean over the tokens of all
     prompts and chosen answers. P(y) is clamped to 1 - 1e-6 in the odds.
 
-    Raises `BadInput` on unequal shapes, and on beta < 0.
+    Raises `BadInput` on unequal shapes.
     """
     same_shape(
         chosen_P=chosen_P, rejected_P=rejected_P, chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P
     )
-    check_range("beta", beta, 0.0)
     chosen_P, rejected_P = upcast(chosen_P) / chosen_tokens_P, upcast(rejected_P) / rejected_tokens_P
     odds_P, against_P = _log_odds(chosen_P), _log_odds(rejected_P)
     loss_P = -chosen_P - beta * logsigmoid(odds_P - against_P)
@@ -172,12 +167,9 @@ def kto_loss(
     Source: Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4 (the loss of KTO, where the weights are
     lambda_D and lambda_U), and the authors' `KTOTrainer.loss` in ContextualAI/HALOs.
 
-    Raises `BadInput` on unequal shapes, and on kl, beta or weights below 0.
+    Raises `BadInput` on unequal shapes.
     """
     same_shape(log_prob_B=log_prob_B, ref_log_prob_B=ref_log_prob_B, desirable_B=desirable_B)
-    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    for name, value in {"kl": kl, "beta": beta, **weights}.items():
-        check_range(name, value, 0.0)
     ratio_B = upcast(log_prob_B) - upcast(ref_log_prob_B).detach()
     good_B = desirable_B.bool()
     # 1 - sigmoid(z) is sigmoid(-z), without cancellation

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import check_2d, check_range, one_per_row, same_shape, upcast
+from workbench.objectives.arguments import same_shape, upcast
 from workbench.objectives.estimators import gae, less_baseline
 
 
@@ -44,10 +44,19 @@ def turn_gae(
 
     Raises `BadInput` as `gae` does, or if a token inside the mask comes after the last end.
     """
-    turn_BT, sums_BK, has_BK = _turns(token_rewards_BT, mask_BT, ends_BT)
-    same_shape(mask_BT=mask_BT, values_BT=values_BT)
-    inside_BT, places_T = mask_BT.bool(), torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, values_BT=values_BT, ends_BT=ends_BT)
+    inside_BT, ends_BT = mask_BT.bool(), ends_BT.bool()
+    turn_BT = ends_BT.cumsum(-1) - ends_BT.long()
+    if bool((inside_BT & (turn_BT >= ends_BT.sum(-1, keepdim=True))).any()):
+        raise BadInput(
+            "mask_BT has tokens after the last end in ends_BT",
+            "each token that the policy chose must be in a turn, and each turn must have an end",
+        )
+    rewards_BT = torch.where(inside_BT, upcast(token_rewards_BT), 0.0)
+    sums_BK = torch.zeros_like(rewards_BT).scatter_add(1, turn_BT, rewards_BT)
+    has_BK = torch.zeros_like(sums_BK).scatter_add(1, turn_BT, inside_BT.to(sums_BK)) > 0
     never = mask_BT.shape[1]
+    places_T = torch.arange(never, device=mask_BT.device)
     first_BK = torch.full(sums_BK.shape, never, device=mask_BT.device)
     first_BK = first_BK.scatter_reduce(1, turn_BT, torch.where(inside_BT, places_T, never), "amin")
     value_BK = upcast(values_BT).gather(1, first_BK.clamp(max=max(never - 1, 0))) if never else upcast(values_BT)
@@ -69,22 +78,6 @@ def turn_reinforce(
     zeros_BT = torch.zeros_like(upcast(token_rewards_BT))
     returns_BT, _ = turn_gae(token_rewards_BT, zeros_BT, mask_BT, ends_BT, gamma, 1.0)
     return less_baseline(returns_BT, mask_BT, baseline_B)
-
-
-def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's turn [B, T], each turn's reward [B, K], and whether a turn has a token inside the mask."""
-    check_2d(mask_BT)
-    same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, ends_BT=ends_BT)
-    inside_BT, ends_BT = mask_BT.bool(), ends_BT.bool()
-    turn_BT = ends_BT.cumsum(-1) - ends_BT.long()
-    if bool((inside_BT & (turn_BT >= ends_BT.sum(-1, keepdim=True))).any()):
-        raise BadInput(
-            "mask_BT has tokens after the last end in ends_BT",
-            "each token that the policy chose must be in a turn, and each turn must have an end",
-        )
-    rewards_BT = torch.where(inside_BT, upcast(token_rewards_BT), 0.0)
-    sums_BK = torch.zeros_like(rewards_BT).scatter_add(1, turn_BT, rewards_BT)
-    return turn_BT, sums_BK, torch.zeros_like(sums_BK).scatter_add(1, turn_BT, inside_BT.to(sums_BK)) > 0
 
 
 RANDOM_TOKENS = (1, 2, 3, 5, 10)  # as in the authors' code
@@ -111,7 +104,6 @@ def macro_gae(
 
     Raises `BadInput` as `gae` does.
     """
-    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, values_BT=values_BT, ends_BT=ends_BT)
     mask_BT = mask_BT.bool()
     ends_BT = ends_BT.bool() & mask_BT
@@ -134,9 +126,7 @@ def _of_tokens(of_actions: tuple[Tensor, Tensor], which_BT: Tensor, mask_BT: Ten
 
 
 def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
-    """Return the ends of fixed n-grams of `tokens` tokens inside the mask, bool [B, T]; `BadInput` on tokens < 1."""
-    check_2d(mask_BT)
-    check_range("tokens", tokens, 1)
+    """Return the ends of fixed n-grams of `tokens` tokens inside the mask, bool [B, T]."""
     mask_BT = mask_BT.bool()
     return mask_BT & (mask_BT.cumsum(-1) % tokens == 0)
 
@@ -144,15 +134,12 @@ def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
 def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
     """Return the ends of n-grams with random lengths, uniform over 1, 2, 3, 5 and 10, bool [B, T].
 
-    seeds: one per row, from 0 to 2^63 - 1. (The authors shuffle a list with equally many of each length; tokens after
-    its end are one macro action.) Raises `BadInput` unless there are as many seeds as rows.
+    seeds: one per row. (The authors shuffle a list with equally many of each length; tokens after its end are one macro
+    action.)
     """
-    check_2d(mask_BT)
-    one_per_row("seeds", torch.empty(len(seeds)), mask_BT)
     mask_BT = mask_BT.bool()
     ends_BT = torch.zeros_like(mask_BT)
     for i, seed in enumerate(seeds):
-        check_range("seed", seed, 0, 2**63 - 1)
         places = mask_BT[i].nonzero()[:, 0]
         draws = torch.randint(len(RANDOM_TOKENS), (len(places),), generator=torch.Generator().manual_seed(seed))
         last = torch.tensor(RANDOM_TOKENS)[draws].cumsum(0) - 1
@@ -168,7 +155,6 @@ def perplexity_ends(log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
     log_prob_BT: the reference's, as in the authors' code (where a macro action ends one token earlier than in the
     paper). Raises `BadInput` on unequal shapes.
     """
-    check_2d(mask_BT)
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
     mask_BT = mask_BT.bool()
     place_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)  # among the tokens of the mask

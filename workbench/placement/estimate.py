@@ -43,6 +43,8 @@ MOST_TOKENS, TOKENS_STEP = 32_768, 512
 
 Models = Mapping[str, RoleModel | None]
 """Role -> its memory facts; None: a function, or a worker class of unknown size."""
+Numbers = Mapping[str, Sequence[int]]
+"""Pool -> the device numbers of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,6 @@ class Room:
         return usable_bytes(device_bytes) - self.lasting - (0 if self.turns else self.cache_bytes(device_bytes))
 
     def __or__(self, other: Room) -> Room:
-        """Return the larger of each figure, for two devices."""
         figures = ("lasting", "generating", "weights", "passing", "useful_cache")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in figures}
         return replace(self, **most, fraction=self.fraction if self.fraction is not None else other.fraction)
@@ -90,16 +91,10 @@ def usable_bytes(device_bytes: int) -> int:
     return device_bytes - max(RESERVED_BYTES, int(RESERVED_SHARE * device_bytes))
 
 
-def rooms(
-    placement: Placement,
-    models: Mapping[str, RoleModel | None],
-    numbers: Mapping[str, Sequence[int]],
-    *,
-    take_turns: bool,
-) -> dict[str, Room]:
+def rooms(placement: Placement, models: Models, numbers: Numbers, *, take_turns: bool) -> dict[str, Room]:
     """Return the `Room` of each role with a known model, for micro-batches of `RoleModel.micro_batch_tokens`.
 
-    numbers: the device numbers of each pool's ranks. Raises `BadInput` if a layout cannot divide its model.
+    Raises `BadInput` if a layout cannot divide its model.
     """
     held: dict[int, dict[str, RankMemory]] = {}
     for role, model, layout, rank, number in placed(placement, models, numbers):
@@ -112,9 +107,7 @@ def rooms(
     return found
 
 
-def placed(
-    placement: Placement, models: Mapping[str, RoleModel | None], numbers: Mapping[str, Sequence[int]]
-) -> Iterator[tuple[str, RoleModel, Layout, int, int]]:
+def placed(placement: Placement, models: Models, numbers: Numbers) -> Iterator[tuple[str, RoleModel, Layout, int, int]]:
     """Yield (role, model, layout, rank, device number) of every rank of the roles with known models."""
     for pool in placement.pools:
         for role in pool.roles:
@@ -125,7 +118,7 @@ def placed(
                     yield role, model, layout, rank, numbers[pool.name][rank]
 
 
-def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleModel | None], *, take_turns: bool) -> Room:
+def _room(role: str, of: Mapping[str, RankMemory], models: Models, *, take_turns: bool) -> Room:
     """Return the room of a role on one device. of: the memory of each role there."""
     engines = [(m, held) for other, held in of.items() if (m := models[other]) is not None and useful_cache_bytes(m)]
     lasting = sum(memory.lasting for memory in of.values())
@@ -264,7 +257,7 @@ def estimate_memory(
     *,
     device: str = "cpu",
     device_bytes: int | None = None,
-    numbers: Mapping[str, Sequence[int]] | None = None,
+    numbers: Numbers | None = None,
     take_turns: bool = False,
     tokens: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:

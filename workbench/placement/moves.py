@@ -143,7 +143,6 @@ class Moves:
         return tuple(place.name for place in self.places)
 
     def parts(self, role: str) -> tuple[Part, ...]:
-        """Return the parts of a role's state that move with it."""
         model = self.models[role]
         parts = () if model is None else tuple(state_of(model))
         return tuple(part for part in parts if not (part.what in OF_OPTIMIZERS and role in self.fresh))

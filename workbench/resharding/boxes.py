@@ -17,14 +17,10 @@ def of(found: Iterable[Box]) -> Boxes:
 
 
 def intersect(left: Boxes, right: Boxes) -> Boxes:
-    if left == right:
-        return left
     return of((max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])) for a in left for b in right)
 
 
 def subtract(left: Boxes, right: Boxes) -> Boxes:
-    if left == right:
-        return ()
     rest = left
     for cut in right:
         rest = tuple(piece for box in rest for piece in _outside(box, cut))
@@ -38,16 +34,6 @@ def _outside(box: Box, cut: Box) -> Boxes:
     if top >= bottom or left >= right:
         return (box,)
     return of(((r0, top, c0, c1), (top, bottom, c0, left), (top, bottom, right, c1), (bottom, r1, c0, c1)))
-
-
-def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
-    """Return rows [start, stop) of boxes with equal columns, stacked one below the other."""
-    found, above = [], 0
-    for r0, r1, c0, c1 in boxes:
-        low, high = max(start - above, 0), min(stop - above, r1 - r0)
-        found.append((r0 + low, r0 + high, c0, c1))
-        above += r1 - r0
-    return of(found)
 
 
 def elements_of(boxes: Boxes, start: int, stop: int) -> Boxes:

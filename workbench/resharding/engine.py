@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workbench.errors import BadInput
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box
 from workbench.resharding.plan import Plan, WeightShard
@@ -178,9 +177,9 @@ class ReshardingEngine:
         held: this rank's weights before it: contiguous tensors with the shapes of `plan.source.shard`; empty on a rank
         that holds none. They do not change; weights that are complete already are yielded without a copy. One layer
         needs memory in addition to `held`: drop each layer before you ask for the next. Every rank must iterate to the
-        end. Raises `BadInput` before anything is sent.
+        end.
         """
-        self._begin(held)
+        self._sent, self._received = Checksums(), Checksums()  # drop those of an unfinished transition
         for group in self._buckets:
             yield self._layer(group, held)
 
@@ -198,16 +197,10 @@ class ReshardingEngine:
         sent, received = self._sent.take(), self._received.take()
         theirs = {rank: torch.empty_like(sums) for rank, (_, sums) in received.items()}
         self._communicator.exchange([(rank, sums) for rank, (_, sums) in sent.items()], list(theirs.items()))
-        differ = [
-            (names[index], rank)
-            for rank, (names, sums) in received.items()
-            for index in (sums != theirs[rank]).nonzero()[:, 0].tolist()
-        ]
-        return Arrival(
-            sent=sum(int(sums.sum()) for sums in theirs.values()) % 2**64,
-            received=sum(int(sums.sum()) for _, sums in received.values()) % 2**64,
-            differ=tuple(differ),
-        )
+        found = Arrival()
+        for rank, (names, sums) in received.items():
+            found = found.with_slices(rank, names, theirs[rank].tolist(), sums.tolist())
+        return found
 
     def _gathered_shard(self, weight: Weight) -> WeightShard | None:
         """Return this rank's shard of a weight when everything has arrived: its generation shard, or the whole."""
@@ -275,21 +268,6 @@ class ReshardingEngine:
                 view.copy_(part.view(view.shape))
         for source, slices, views in arriving if self._checksums else ():
             self._received.add((source,), slices, views)
-
-    def _begin(self, held: Mapping[str, Tensor]) -> None:
-        if held.keys() != self._held.keys():
-            odd = sorted(held.keys() ^ self._held.keys())
-            raise BadInput(f"weights {odd[:3]} on rank {self.rank}", "the weights must be those of the plan")
-        for name, shard in self._held.items():
-            tensor, weight = held[name], self._weights[name]
-            if tuple(tensor.shape) != shard.shape or tensor.element_size() != weight.item_bytes:
-                raise BadInput(
-                    f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {self.rank}",
-                    f"the plan is for shape {shard.shape} and {weight.item_bytes} bytes per element",
-                )
-            if not tensor.is_contiguous() or tensor.dtype != next(iter(held.values())).dtype:
-                raise BadInput(f"{name} on rank {self.rank}", "all weights must be contiguous and have the same dtype")
-        self._sent, self._received = Checksums(), Checksums()  # drop those of an unfinished transition
 
 
 def _is_run(views: list[Tensor]) -> bool:

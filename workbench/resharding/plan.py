@@ -8,6 +8,7 @@ A `Distribution` says which rank holds which elements: a layout on ranks, with o
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,12 +86,12 @@ class Distribution:
         shape = weight.local_shape(j, t, self.vocabulary_multiple)
         if self.sharding == "replicas":
             return WeightShard(held, shape)
-        total = shape[0] if self.sharding == "fsdp" else boxes.size(held)
+        tail = shape[1:] if self.sharding == "fsdp" else ()
+        width = math.prod(tail)  # elements of a row, which stay together
+        total = math.prod(shape) // max(1, width)
         chunk = -(-total // d)
         start, stop = min(k * chunk, total), min((k + 1) * chunk, total)
-        if self.sharding == "fsdp":
-            return WeightShard(boxes.rows_of(held, start, stop), (stop - start, *shape[1:]))
-        return WeightShard(boxes.elements_of(held, start, stop), (stop - start,))
+        return WeightShard(boxes.elements_of(held, start * width, stop * width), (stop - start, *tail))
 
     def boxes(self, weight: Weight, rank: int) -> Boxes:
         shard = self.shard(weight, rank)

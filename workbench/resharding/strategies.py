@@ -187,7 +187,6 @@ def plan_sync(weights: ModelWeights, layout: Layout, strategy: str, *, vocabular
 
     The engine determines the groups, so "v" and "full" have the same groups as "hybridflow" here.
     """
-    one_of("strategy", strategy, tuple(STRATEGIES))
     kind = FullGatherOfSlices if strategy == "full" else STRATEGIES[strategy]
     return kind(weights, layout, vocabulary_multiple=vocabulary_multiple)
 

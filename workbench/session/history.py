@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class History:
     def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:
         self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
         self.script_options: Mapping[str, Any] = {}
-        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # layouts and hosts, and values for them
+        self._planned: tuple[Any, ...] = ()  # layouts and hosts, and the result of `_plans` for them
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """Return every transfer between hosts, one per row. kind: "batch" (rows for stages), "weights" (for
@@ -81,7 +81,7 @@ class History:
             moved,
             names=[info.name for info in self._hosts.infos],
             what=f"{what} for {stage}" if stage else what,
-            minimum_bytes=self._least_sync_bytes() * self._syncs_of(stage) if kind == "weights" else None,
+            minimum_bytes=self._plans()[1] * self._syncs_of(stage) if kind == "weights" else None,
         )
 
     def _syncs_of(self, stage: str | None) -> int:
@@ -95,32 +95,38 @@ class History:
         moved_bytes on all ranks; least_bytes, which every strategy has to move; and the maxima over ranks:
         received_bytes, peak_parameter_bytes, kept_twice_bytes (kept beside the generation weights). Without rows where
         ranks hold whole models and generate with them, or where rollout workers generate."""
-        plans: pd.DataFrame = self._cached("sync_plans", self._make_sync_plans)
-        return plans.copy()
+        return self._plans()[0].copy()
 
-    def _cached(self, what: str, make: Callable[[], Any]) -> Any:
-        """Return a value that depends only on the layout and hosts of the actor and the rollout workers; compute it
-        once for each of these."""
+    def _plans(self) -> tuple[pd.DataFrame, int]:
+        """Return what `sync_plans` returns, and the least bytes that a sync of the actor's weights moves: between its
+        ranks, or to the rollout workers. Computed once for a layout, because a plan takes up to a second."""
         groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
         standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
-        if self._planned[0] != standing:
-            self._planned = standing, {}
-        made = self._planned[1]
-        if what not in made:
-            made[what] = make()
-        return made[what]
+        if not self._planned or self._planned[0] != standing:
+            self._planned = standing, *self._make_plans()
+        return self._planned[1:]
 
-    def _make_sync_plans(self) -> pd.DataFrame:
-        generation = self._groups.by_role["actor"].spec.generation if "actor" in self._groups.by_role else None
-        in_use = generation.strategy if generation is not None else None
+    def _make_plans(self) -> tuple[pd.DataFrame, int]:
+        from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
+
+        actor, rollout = self._groups.by_role.get("actor"), self._groups.by_role.get(ROLLOUT)
         plans = {strategy: plan.figures() for strategy in SYNC_STRATEGIES if (plan := self._transition(strategy))}
+        least = int(plans["hybridflow"].received.sum()) if plans else 0
+        if actor is not None and rollout is not None:
+            model = self._hosts.description.role_models()[ROLLOUT]
+            if model is not None and model.adapter is not None:
+                least = model.adapter_bytes * len(rollout.hosts)
+            else:
+                taker = rollout_layout(rollout.spec, len(rollout.hosts))
+                least = int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
+        in_use = actor.spec.generation.strategy if actor is not None and actor.spec.generation is not None else None
         rows = [
-            (strategy, strategy == in_use, int(plan.received.sum()), self._least_sync_bytes(),
+            (strategy, strategy == in_use, int(plan.received.sum()), least,
              int(plan.received.max()), int(plan.peak_parameter.max()), int(plan.kept_twice.max()))
             for strategy, plan in plans.items()
         ]  # fmt: skip
         columns = ["strategy", "in_use", "moved_bytes", "least_bytes", "received_bytes", "peak_parameter_bytes"]
-        return pd.DataFrame(rows, columns=[*columns, "kept_twice_bytes"])
+        return pd.DataFrame(rows, columns=[*columns, "kept_twice_bytes"]), least
 
     def _transition(self, strategy: str) -> Transition | ZeroSync | None:
         """Return the plan of a sync between the actor's ranks; None if they hold whole models, or others generate."""
@@ -136,23 +142,6 @@ class History:
         assert spec.name is not None
         assert spec.dtype is not None
         return plan_of(load_config(spec.name), actor.layout, spec.generation, spec.dtype, strategy, slices)
-
-    def _least_sync_bytes(self) -> int:
-        """Return the least bytes that an actor's weight sync moves: between its ranks, or to the rollout workers."""
-        return int(self._cached("least_sync_bytes", self._make_least_sync_bytes))
-
-    def _make_least_sync_bytes(self) -> int:
-        from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
-
-        actor, rollout = self._groups.by_role.get("actor"), self._groups.by_role.get(ROLLOUT)
-        if actor is not None and rollout is not None:
-            model = self._hosts.description.role_models()[ROLLOUT]
-            if model is not None and model.adapter is not None:
-                return model.adapter_bytes * len(rollout.hosts)
-            taker = rollout_layout(rollout.spec, len(rollout.hosts))
-            return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
-        plan = self._transition("hybridflow")
-        return 0 if plan is None else int(plan.figures().received.sum())
 
     @checked_call("lab.history.changes")
     def changes(self) -> pd.DataFrame:

@@ -81,6 +81,7 @@ class SessionJournal:
         self, runner: StageRunner, position: Position, checkpoints: Checkpoints, prompts: PromptStream
     ) -> None:
         self._runner, self._position, self._checkpoints, self._prompts = runner, position, checkpoints, prompts
+        self._lab, self._controller = runner.hosts.description.id, runner.ownership.controller
         self._lock = threading.RLock()
         self._open = {run.number: pickle.dumps(run) for run in runner.interrupted.unfinished.values()}
         self._complete = False  # whether the file has all entries that this object noted as written
@@ -104,7 +105,7 @@ class SessionJournal:
             registry.start_journal(self._lab, entry)
 
     def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
-        """See `workbench.stages.ledger.Journal`."""
+        """Append the changes since the last entry. sent, over: see `Ownership.record`."""
         with self._lock, uninterrupted():
             entry: dict[str, Any] = {}
             if sent is not None:
@@ -131,14 +132,6 @@ class SessionJournal:
         self._complete = False
         yield
         self._complete, self._stamp = True, registry.journal_stamp(self._lab)
-
-    @property
-    def _controller(self) -> str:
-        return self._runner.ownership.controller
-
-    @property
-    def _lab(self) -> str:
-        return self._runner.hosts.description.id
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 

@@ -241,13 +241,6 @@ class Move:
         return [info for pool in self._change.new.pools for info in left if info.pool == pool.name]
 
     @cached_property
-    def _changed_hosts(self) -> list[HostInfo]:
-        """The hosts that stay, and change."""
-        new = set(self.new)
-        pools = {pool for roles in (self._built, self._closed, self._engines) for pool, found in roles.items() if found}
-        return [info for info in self._hosts_after if info not in new and info.pool in pools]
-
-    @cached_property
     def _moves(self) -> list[RoleMove]:
         names = tuple(info.name for info in self.infos)
         change = self._change
@@ -367,11 +360,13 @@ class Move:
         successors = self._change.shard_successors
         hosts.shard_successors |= {self.infos[old].name: self.infos[new].name for old, new in successors.items()}
         hosts.pools_ended |= {info.pool: info.again for info in self.ending}
+        new = set(self.new)
+        pools = {pool for roles in (self._built, self._closed, self._engines) for pool, found in roles.items() if found}
         steps = [
             Step("replacing roles", info, backend.work(info.name, "replace_roles",
                 self._closed.get(info.pool, []), self._built.get(info.pool, []), self._engines.get(info.pool, {}),
             ))
-            for info in self._changed_hosts
+            for info in self._hosts_after if info not in new and info.pool in pools
         ]  # fmt: skip
         for info in self.ending:
             hosts.lost.pop(info.pool, None)

@@ -297,14 +297,11 @@ class Predictor:
                 prompts, responses = (table[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
                 found = Workload.of_algorithm(algorithm, prompt_tokens=max(1, round(sum(prompts) / len(prompts))),
                                               response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
-                return replace(found, sync_share=self._sync_share(),
+                last = self._telemetry.syncs().query("whole_bytes > 0").tail(1)
+                share = float((last["moved_bytes"] / last["whole_bytes"]).iloc[0]) if len(last) else 1.0
+                return replace(found, sync_share=share,
                                between_s=self.calibration.between_s if self.calibration else 0.0)  # fmt: skip
         raise NotFound("no batch with responses", f"{type(algorithm).__name__} has made none", "run an iteration first")
-
-    def _sync_share(self) -> float:
-        """Return the share of the bytes of the last weight sync that was sent; 1 before the first sync."""
-        last = self._telemetry.syncs().query("whole_bytes > 0").tail(1)
-        return float((last["moved_bytes"] / last["whole_bytes"]).iloc[0]) if len(last) else 1.0
 
     def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, tuple[float, float]]:
         """Return start and end of the algorithm's last iteration, and of its calls on their slowest ranks, in seconds

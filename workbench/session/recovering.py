@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
-from workbench.messages.calls import HostInfo, Reply
+from workbench.messages.calls import Reply
 from workbench.messages.metrics import MetricValues, merge_metrics, reported
 from workbench.placement import ROLLOUT
 from workbench.session.checkpoint.checkpoints import Automatic, Checkpoints
@@ -170,7 +170,9 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
     note("ending processes of lost pools")
     with suppress(WorkbenchError):
         backend.end(old)
-    infos = [_successor(info, hosts.run_folder) if info.pool in lost else info for info in hosts.infos]
+    # their successors have other names, because what the old hosts kept is gone
+    infos = [replace(info, again=info.again + 1) if info.pool in lost else info for info in hosts.infos]
+    infos = [replace(info, log_path=str(hosts.run_folder / "logs" / f"{info.name}.log")) for info in infos]
     new = [info for info in infos if info.pool in lost]
     try:
         note("starting hosts")
@@ -195,12 +197,6 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
     runner.ownership.record()
     hosts.record()
     hosts.drive()
-
-
-def _successor(info: HostInfo, run_folder: Path) -> HostInfo:
-    """Return the successor of a host. It gets a new name, because what the old host kept is gone."""
-    new = replace(info, again=info.again + 1)
-    return replace(new, log_path=str(run_folder / "logs" / f"{new.name}.log"))
 
 
 def _reset(runner: StageRunner, position: Position, prompts: PromptStream) -> None:
@@ -304,9 +300,12 @@ def _take_batches(recorded: Recorded, runner: StageRunner) -> None:
     for info in hosts.infos:
         with suppress(HostDied):
             there[info.name] = set(hosts.backend.ask(info.name, "shard_keys").result())
-    versions, used = _later_versions(recorded.batches), set[ShardId]()
+    newest, used = dict[str, int](), set[ShardId]()
+    for base, _, version in (name.rpartition(" v") for name in recorded.batches):
+        newest[base] = max(newest.get(base, 0), int(version))
+    later = {base: itertools.count(version + 1) for base, version in newest.items()}  # versions to come, by batch
     for name, entry in recorded.batches.items():
-        numbers, file = versions[name.rpartition(" v")[0]], batches.store.file_of(name)
+        numbers, file = later[name.rpartition(" v")[0]], batches.store.file_of(name)
         columns = _columns(entry, recorded.locations) if isinstance(entry, KeptBatch) else None
         shards = [
             shard.now(hosts.shard_successors)
@@ -325,15 +324,6 @@ def _take_batches(recorded: Recorded, runner: StageRunner) -> None:
         for host, keys in there.items():
             if left := sorted(key for key in keys if ShardId(host, key) not in used):
                 hosts.backend.work(host, "release", left)
-
-
-def _later_versions(names: Mapping[str, Any]) -> dict[str, Iterator[int]]:
-    """Return the numbers of the versions to come, by the name of the batch."""
-    newest: dict[str, int] = {}
-    for name in names:
-        base, _, version = name.rpartition(" v")
-        newest[base] = max(newest.get(base, 0), int(version))
-    return {base: itertools.count(version + 1) for base, version in newest.items()}
 
 
 def _columns(entry: KeptBatch, locations: Mapping[str, Location]) -> dict[str, Column] | None:

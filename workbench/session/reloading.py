@@ -30,7 +30,6 @@ from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT
-from workbench.stages.group import Groups
 from workbench.stages.runner import StageRunner
 from workbench.support import pickles
 from workbench.support.calls.pickling import name_of
@@ -94,11 +93,10 @@ TAKE = "lab.reload() loads edits, lab.autoreload() does so before each stage"
 
 
 class Reloader:
-    """Loads edited code. groups_of_process: returns the groups of all inline workbenches of this process: code that the
-    kernel takes over is new for their workers, too."""
+    """Loads edited code."""
 
-    def __init__(self, runner: StageRunner, groups_of_process: Callable[[], Sequence[Groups]]) -> None:
-        self._runner, self._hosts, self._groups_of_process = runner, runner.hosts, groups_of_process
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner, self._hosts = runner, runner.hosts
         self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts have
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
         self._told: dict[str, Stamp] | None = None  # the files of this kernel when edits were last reported
@@ -142,8 +140,7 @@ class Reloader:
         report = self._patch(texts, models)
         with self._hosts.changing:  # settings may have been assigned since the reload began
             self._hosts.set_description(description.retrained_as(self._hosts.description))
-        for groups in {self._runner.groups, *self._groups_of_process()}:
-            groups.take_new_code()
+        self._runner.groups.take_new_code()
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))

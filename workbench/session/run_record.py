@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.interrupts import uninterrupted
-from workbench.errors import BadInput
 from workbench.errors.frames import ipython_shell
-from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
@@ -110,12 +108,9 @@ def read_run_record(run_folder: Path) -> RunRecord | None:
     """Return the record of a run folder; None where there is none, as after a kernel that ended while it opened. Raises
     `BadInput` for a file that is not JSON, or that has another format."""
     try:
-        found = files.read_json(run_folder / RUN_FILE)
+        found = files.read_json(run_folder / RUN_FILE, format=FORMAT)
     except FileNotFoundError:
         return None
-    if (wrote := found.get("format") if isinstance(found, dict) else None) != FORMAT:
-        what = f"{str(run_folder / RUN_FILE)!r} has format {shown(wrote, 80)}"
-        raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
     return RunRecord(**{one.name: found[one.name] for one in fields(RunRecord)})
 
 

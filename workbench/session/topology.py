@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -45,7 +44,7 @@ class Topology:
         self._described: dict[str, Pending] = {}  # the last "describe" call, by host
         self.rates = Rates(hosts, ownership, groups, telemetry)
         self._events, self._events_lock = telemetry.follow("events"), threading.Lock()
-        self._rests_s: dict[bool, deque[float]] = {starts: deque(maxlen=MOVES) for starts in (False, True)}
+        self._moves: list[dict[str, Any]] = []
 
     def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
         self._ownership.check_open()
@@ -249,12 +248,10 @@ class Topology:
     def _rest_s(self, *, starts: bool) -> float | None:
         """Return `PlacementChange.rest_s`: the mean of the last moves that started processes, or of the other moves."""
         with self._events_lock:
-            for row in self._events.new():
-                details = row["details"]
-                if row["event"] == "move":
-                    rest_s = details["seconds"] - details["transfer_seconds"] - details["start_seconds"]
-                    self._rests_s[details["starts_processes"]].append(max(0.0, rest_s))
-            return mean(self._rests_s[starts]) if self._rests_s[starts] else None
+            self._moves += [row["details"] for row in self._events.new() if row["event"] == "move"]
+            moves = [move for move in self._moves if move["starts_processes"] == starts]
+        rests_s = [max(0.0, m["seconds"] - m["transfer_seconds"] - m["start_seconds"]) for m in moves[-MOVES:]]
+        return mean(rests_s) if rests_s else None
 
 
 def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:

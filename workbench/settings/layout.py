@@ -102,9 +102,7 @@ class Layout:
         for name, value, size in (("k", k, self.d), ("i", i, self.p), ("j", j, self.t)):
             if not 0 <= value < size:
                 raise BadInput(f"{name}={value} in {self}", f"must lie between 0 and {size - 1}")
-        if self.numbering == "generation":
-            return int(self.mesh()[k, i, j])
-        return k * self.p * self.t + i * self.t + j
+        return int(self.mesh()[k, i, j])
 
     def generation_place(self, rank: int) -> GenerationPlace:
         """Return the coordinates of a rank in generation."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 from workbench.support.validation import settings
@@ -29,21 +27,17 @@ class Precision:
     sampling_mask: bool = True
 
 
-PRECISIONS: Mapping[str, Precision] = MappingProxyType(
-    {
-        "float32": Precision(),
-        "bfloat16": Precision(dtype="bfloat16"),
-        "bfloat16_head32": Precision(dtype="bfloat16", head="float32"),
-        "bfloat16_engine": Precision(dtype="bfloat16", weights="same"),
-        "bfloat16_engine_head32": Precision(dtype="bfloat16", weights="same", head="float32"),
-        "float16": Precision(dtype="float16"),
-        "float16_engine": Precision(dtype="float16", weights="same"),
-    }
-)
+PRECISIONS = {
+    "float32": Precision(),
+    "bfloat16": Precision(dtype="bfloat16"),
+    "bfloat16_head32": Precision(dtype="bfloat16", head="float32"),
+    "bfloat16_engine": Precision(dtype="bfloat16", weights="same"),
+    "bfloat16_engine_head32": Precision(dtype="bfloat16", weights="same", head="float32"),
+    "float16": Precision(dtype="float16"),
+    "float16_engine": Precision(dtype="float16", weights="same"),
+}
 """The precisions compared by default; "engine": weights in the dtype too."""
-MERGED: Mapping[str, Precision] = MappingProxyType(
-    {"bfloat16_engine_merged": Precision(dtype="bfloat16", weights="same", adapter="merged")}
-)
+MERGED = {"bfloat16_engine_merged": Precision(dtype="bfloat16", weights="same", adapter="merged")}
 """Also compared if there is an adapter."""
-ALL_TOKENS: Mapping[str, Precision] = MappingProxyType({"float32_all_tokens": Precision(sampling_mask=False)})
+ALL_TOKENS = {"float32_all_tokens": Precision(sampling_mask=False)}
 """Also compared if the rollouts have a sampling mask."""

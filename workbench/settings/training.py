@@ -214,7 +214,7 @@ class Training:
     def group_of(self, name: str, axes: int) -> tuple[int, bool]:
         """Return the key of a weight's parameter group; groups are sorted by it. Of one factor, matrices come first:
         they are decayed, biases and norms are not. axes: the weight's number of dimensions."""
-        pattern = self.pattern_of(name) if self.rates else ""
+        pattern = self.pattern_of(name)
         return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
 
     @property

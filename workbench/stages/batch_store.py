@@ -189,14 +189,9 @@ def _check_texts(table: Table, where: str) -> None:
 
 def _as_table(table: Any) -> Table:
     """Return the columns of a table that a user puts, and check that each has rows."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        raise BadInput(
-            f"put({type(table).__name__})",
-            "a table is a dict of columns",
-            "write {'rewards': df['rewards'].tolist(), 'prompt_ids': df['prompt_ids'].tolist()}",
-        )
     if not isinstance(table, Mapping):
-        raise BadInput(f"put({shown(table)})", "a table is a dict of columns", "put({'rewards': ...})")
+        remedy = "write put({'rewards': df['rewards'].tolist(), ...})"
+        raise BadInput(f"put({shown(table)})", "a table is a dict of columns", remedy)
     if other := [name for name in table if not isinstance(name, str)]:
         raise BadInput(f"put() of a column {shown(other[0])}", "a column's name is a text", f"write '{other[0]}'")
     found: Table = {name: _as_numbers(name, column) for name, column in table.items()}

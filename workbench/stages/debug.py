@@ -16,7 +16,7 @@ import torch
 from workbench.backends.base import Backend
 from workbench.backends.inline import InlineBackend
 from workbench.backends.starting import join_pools, settle
-from workbench.display.html import table
+from workbench.display.html import kv
 from workbench.errors import BadInput, NotFound, StageInterrupted, UpstreamError, WorkbenchError
 from workbench.errors.frames import StageFailure, block, cell_names
 from workbench.errors.plain_text import shown
@@ -76,16 +76,16 @@ class FailedStage:
         return f"<{self.role}.{self.stage} failed{ranks}: {type(self.error).__name__}{batch}>"
 
     def _repr_html_(self) -> str:
-        rows: list[dict[str, Any]] = [
-            {"": "stage", "value": f"{self.role}.{self.stage}, run {self.run}, pool {self.pool}"},
-            {"": "ranks", "value": ", ".join(map(str, self.ranks))},
-            {"": "error", "value": f"{type(self.error).__name__}: {self.error}"},
-            {"": "batch", "value": "" if self.batch is None else f"{self.batch.id}, {self.batch.rows} rows"},
-            *({"": name, "value": f"{shown(value, 80)}"} for name, value in self.arguments.items()),
-        ]
+        values = {
+            "stage": f"{self.role}.{self.stage}, run {self.run}, pool {self.pool}",
+            "ranks": ", ".join(map(str, self.ranks)),
+            "error": f"{type(self.error).__name__}: {self.error}",
+            "batch": "" if self.batch is None else f"{self.batch.id}, {self.batch.rows} rows",
+            **{name: f"{shown(value, 80)}" for name, value in self.arguments.items()},
+        }
         frames = "\n".join(self._failure.lines(cell_names())) if self._failure else ""
         block = f"<pre>{escape(frames)}</pre>" if frames else ""
-        return table(rows, caption=repr(self).strip("<>"), max_rows=40) + block
+        return kv(values, caption=repr(self).strip("<>")) + block
 
 
 class Failures:
@@ -152,7 +152,7 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu"
     print(f"running {failed.role}.{failed.stage} here, as rank {rank} of run {failed.run}{rows}:")
     inline = isinstance(runner.hosts.backend, InlineBackend)
     with _live_host(runner, call) if inline else _own_host(runner, failed, call, device) as host, in_place():
-        output = host.replay(replace(call, role=ROLE_OF.get(call.role, call.role)) if not inline else call)
+        output = host.replay(call if inline else replace(call, role=_role_of(call)))
     print(
         f"{failed.role}.{failed.stage} did not fail here; it failed with {type(failed.error).__name__} on "
         f"{'rank ' + ', '.join(map(str, failed.ranks)) if failed.ranks else 'pool ' + failed.pool}"
@@ -160,8 +160,9 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu"
     return output if isinstance(output, Output) and output.value is None else output.value
 
 
-# rollout workers have the actor's weights, so the actor generates in their place
-ROLE_OF = {ROLLOUT: "actor"}
+def _role_of(call: Call) -> str:
+    # rollout workers have the actor's weights, so the actor generates in their place
+    return "actor" if call.role == ROLLOUT else call.role
 
 
 @contextmanager
@@ -222,7 +223,7 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
 
 def _role(description: Description, failed: FailedStage, call: Call) -> tuple[str, Model]:
     """Return the role whose worker carries out the call in one process, and its model."""
-    role = ROLE_OF.get(call.role, call.role)
+    role = _role_of(call)
     models = description.declared
     if role not in models and role != "numeric":
         raise BadInput(f"debug() of {failed.role}.{failed.stage}", f"the {role} was dropped", f"lab.add({role!r}, ...)")

@@ -18,7 +18,7 @@ from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
-from workbench.placement import ROLLOUT, Layout, Placement, Pool
+from workbench.placement import ROLLOUT, Layout, Pool
 from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from workbench.stages.run import Run
 
 
-Assign = Callable[[str, Mapping[str, Any]], None]
-"""Called with a role and new values of training fields: checks them; they take effect with the next stage."""
-
-
 class Caller(Protocol):
     """Carries out the calls of a group: the workbench, and for the actor the rollout workers."""
 
@@ -43,15 +39,6 @@ class Caller(Protocol):
     def submit(
         self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Run: ...
-
-
-class Placer(Caller, Protocol):
-    """A caller that can also move a group: the workbench."""
-
-    @property
-    def placement(self) -> Placement: ...
-    def move(self, placement: Placement) -> Any: ...
-    def take_edits(self) -> None: ...
 
 
 class GroupOperation:
@@ -177,9 +164,9 @@ class GroupOperation:
 class WorkerGroup:
     """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
 
-    layout: of its ranks, for the protocols of its operations. worker_role: the role whose workers carry out its
-    operations. Normally its own; where the actor has an adapter and no other reference is declared, the reference is
-    the actor without the adapter, and holds nothing of its own.
+    layout: of its ranks, for the protocols of its operations. lab: the workbench. worker_role: the role whose workers
+    carry out its operations. Normally its own; where the actor has an adapter and no other reference is declared, the
+    reference is the actor without the adapter, and holds nothing of its own.
     """
 
     def __init__(
@@ -190,11 +177,10 @@ class WorkerGroup:
         layout: Layout,
         spec: Model,
         worker_class: type,
-        caller: Placer,
+        lab: Any,
         worker_role: str | None = None,
-        assign: Assign | None = None,
     ) -> None:
-        self.worker_role, self._caller, self._assign = worker_role or role, caller, assign
+        self.worker_role, self._lab = worker_role or role, lab
         self.role, self.dropped = role, False
         self.place(pool, hosts, layout)
         self.operations: dict[str, GroupOperation] = {}
@@ -206,7 +192,7 @@ class WorkerGroup:
             delattr(self, name)
         self.spec, self.worker_class, self.operations = spec, worker_class, {}
         found = operations(worker_class)
-        self._own = {name: GroupOperation(self, operation, self._caller) for name, operation in found.items()}
+        self._own = {name: GroupOperation(self, operation, self._lab) for name, operation in found.items()}
         self.take_back()
 
     @property
@@ -217,7 +203,7 @@ class WorkerGroup:
 
     def take_edits(self) -> None:
         """See `Workbench.autoreload`."""
-        self._caller.take_edits()
+        self._lab.take_edits()
 
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
         """Set the pool, hosts and layout of its ranks."""
@@ -227,7 +213,7 @@ class WorkerGroup:
     def training(self) -> LiveTraining:
         """The role's training settings now. An assignment takes effect from the next stage on:
         `lab.actor.training.learning_rate = 5e-6`; `lab.history.changes()` lists assignments."""
-        return LiveTraining(self.role, lambda: self.spec.training, self._assign)
+        return LiveTraining(self.role, lambda: self.spec.training, self._lab.runner.live.retrain)
 
     @training.setter
     def training(self, training: Training) -> None:
@@ -246,12 +232,12 @@ class WorkerGroup:
     def move(self, pool: str, devices: PositiveInt | None = None) -> Any:
         """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: how many
         a new pool of that name gets. See `lab.move`."""
-        return self._caller.move(self._caller.placement.with_role(self.worker_role, pool, devices))
+        return self._lab.move(self._lab.placement.with_role(self.worker_role, pool, devices))
 
     @checked_call("group.relayout")
     def relayout(self, layout: Layout | tuple[int, ...]) -> Any:
         """Give this role another layout (p, t, d) in its pool: `lab.actor.relayout((1, 2, 1))`. See `lab.move`."""
-        return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
+        return self._lab.move(self._lab.placement.with_layout(self.worker_role, layout))
 
     def take_back(self) -> None:
         """Make the group carry out all of its operations itself."""
@@ -300,7 +286,9 @@ class LiveTraining:
     it was called with.
     """
 
-    def __init__(self, role: str, now: Callable[[], Training | None], assign: Assign | None) -> None:
+    def __init__(
+        self, role: str, now: Callable[[], Training | None], assign: Callable[[str, Mapping[str, Any]], None]
+    ) -> None:
         self.__dict__.update(_role=role, _now=now, _assign=assign)
 
     def __getattr__(self, name: str) -> Any:
@@ -332,27 +320,25 @@ class LiveTraining:
 class Groups:
     """by_role: the groups. lead: the group whose tokenizer makes the tokens, and whose hosts get tables.
 
-    caller: carries out the calls of the groups. delegate_rollout: called after the groups of rollout workers were made,
-    so that they generate for the actor. when_changed: called after a role was added or dropped. assign: changes the
-    training settings of a role, see `LiveSettings`.
+    lab: their workbench. delegate_rollout: called after the groups of rollout workers were made, so that they generate
+    for the actor. when_changed: called after a role was added or dropped.
     """
 
     lead: WorkerGroup
     numeric: WorkerGroup
 
-    def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, caller: Placer) -> None:
-        self._hosts, self._ownership, self._counters, self._caller = hosts, ownership, counters, caller
+    def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, lab: Any) -> None:
+        self._hosts, self._ownership, self._counters, self._lab = hosts, ownership, counters, lab
         self.by_role: dict[str, WorkerGroup] = {}
         self.delegate_rollout: Callable[[], object] = lambda: None
         self.when_changed: list[Callable[[], object]] = []
-        self.assign: Assign
 
     def make(self) -> None:
         """Make the groups of a workbench that is being opened."""
         self._refresh()
         self.lead = self.by_role[self._hosts.description.lead]
         place = self._hosts.place_of("numeric")
-        self.numeric = WorkerGroup("numeric", *place, self.lead.spec, ROLE_WORKERS["numeric"], self._caller)
+        self.numeric = WorkerGroup("numeric", *place, self.lead.spec, ROLE_WORKERS["numeric"], self._lab)
 
     def follow_hosts(self) -> None:
         """Place all groups on the current hosts; handles of the roles that stay remain valid."""
@@ -414,7 +400,7 @@ class Groups:
     def _add(self, role: str, model: Model, worker_role: str) -> None:
         kind = model.worker or ROLE_WORKERS[role]
         place = self._hosts.place_of(worker_role)
-        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role, self.assign)
+        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._lab, worker_role)
         if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
             # an actor with the user's worker class may load other weights than rollout workers do
             own = role == ROLLOUT and self._hosts.description.models["actor"].worker is not None

@@ -1,8 +1,5 @@
 """Handles runs that failed, were interrupted, or lost their kernel. The same call again takes no step of an update
 twice, and draws the same samples.
-
-Skip this file when you first read the stage path. It has the errors of interrupted runs, and `Interrupted`, which
-remembers interrupted updates, so that the same call again continues with their next step.
 """
 
 from __future__ import annotations

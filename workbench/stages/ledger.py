@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.backends import registry
 from workbench.batches.location import Column
@@ -126,24 +126,18 @@ class SentRun:
         return [replace(call, resume_from=part) for call, part in zip(calls, parts, strict=True)]
 
 
-class Journal(Protocol):
-    def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
-        """Append the changes since the last entry. sent: a stage that now goes to its hosts, or news of one. over:
-        numbers of stages whose results their callers have, or that left nothing."""
-
-
 class Ownership:
     """One handle of a workbench, and whether this handle drives it.
 
     controller: names this handle; two handles never give shards the same name. drives: whether this kernel drives the
-    workbench, as of the last `notice_takeover`. journal: the record from which a later kernel continues; None on the
-    inline backend, and where this kernel has never driven the workbench. closed: whether the handle was closed.
+    workbench, as of the last `notice_takeover`. journal: a `SessionJournal`, from which a later kernel continues; None
+    on the inline backend, and where this kernel has never driven the workbench. closed: whether the handle was closed.
     """
 
     def __init__(self, description: Description) -> None:
         self.controller = secrets.token_hex(4)
         self.closed, self.drives = False, True
-        self.journal: Journal | None = None
+        self.journal: Any = None
         self._name, self._id = description.name, description.id
         self._entry_threads: list[int] = []  # the threads that are inside `one_entry`
         self.has_position = False  # whether an algorithm's position gets the results of stages called now
@@ -165,15 +159,17 @@ class Ownership:
             self.drives = owner is None or owner.controller == self.controller
 
     def record(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
-        """Append the changes to the journal, if this kernel drives; see `Journal.append`."""
+        """Append the changes to the journal, if this kernel drives. sent: a stage that now goes to its hosts, or news
+        of one. over: numbers of stages whose results their callers have, or that left nothing."""
         if self.journal is None:
             return
         with self._lock:
             self._over.extend(over)
-            if self.in_one_entry and sent is None and (over or threading.get_ident() in self._entry_threads):
+            inside = self._entry_threads  # of `one_entry`
+            if inside and sent is None and (over or threading.get_ident() in inside):
                 return
             gathered: list[int] = []
-            if not self.in_one_entry:
+            if not inside:
                 gathered, self._over = self._over, gathered
         self.notice_takeover()
         if self.drives:
@@ -183,11 +179,6 @@ class Ownership:
         """Keep this run open in the journal, although `one_entry` was going to append at its end that it is over."""
         with self._lock:
             self._over = [number for number in self._over if number != run]
-
-    @property
-    def in_one_entry(self) -> bool:
-        """Whether some thread is inside `one_entry`."""
-        return bool(self._entry_threads)
 
     @contextmanager
     def one_entry(self, *, has_position: bool = True) -> Iterator[None]:

@@ -48,43 +48,36 @@ class LiveSettings:
         """Change fields of a role's training. Raises `BadInput`, with nothing changed, where that is impossible."""
         self._runner.ownership.check_drives()
         with self._hosts.changing:
-            before, changed = self._retrain(role, values)
-            after = self._hosts.description.models[role].training
+            description = self._hosts.description
+            model = description.models.get(role)
+            first = f"lab.{role}.training.{next(iter(values))} = {shown(next(iter(values.values())))}"
+            if model is None or model.training is None or not model.trained:
+                trained = [f"lab.{name}.training" for name, one in description.models.items() if one.trained]
+                raise BadInput(first, f"the {role} is not trained", f"trained roles: {', '.join(trained)}")
+            before = model.training
+            _check_live(role, before, values)
+            after = replace(before, **values).of_role(role)
+            changed = [name for name in values if getattr(before, name) != getattr(after, name)]
+            if not changed:
+                return
+            opened = self._runner.interrupted.open_updates()
+            if "minibatches" in changed and any(run.startswith(f"{role}.") for run in opened):
+                raise BadInput(
+                    first, f"an interrupt left an update of the {role} between two of its minibatches",
+                    "run the same call again for the remaining steps, and then change the setting",
+                )  # fmt: skip
+            self._hosts.set_description(description.retrained(role, after, changed))
+            try:
+                self._hosts.record()
+            except BaseException:
+                self._hosts.set_description(description)
+                raise
+            self._runner.groups.follow_hosts()
         for name in changed:
             value = getattr(after, name)
             self.note(f"lab.{role}.training.{name}", getattr(before, name), value, noted=_plain(value) == value)
-        if "learning_rate" in changed and after is not None and (doubt := after.learning_rate_warning(role)):
+        if "learning_rate" in changed and (doubt := after.learning_rate_warning(role)):
             print(doubt)
-
-    def _retrain(self, role: str, values: Mapping[str, Any]) -> tuple[Training, list[str]]:
-        """Return the settings before the change, and the names of the fields that have changed."""
-        description = self._hosts.description
-        model = description.models.get(role)
-        first = f"lab.{role}.training.{next(iter(values))} = {shown(next(iter(values.values())))}"
-        if model is None or model.training is None or not model.trained:
-            trained = [f"lab.{name}.training" for name, one in description.models.items() if one.trained]
-            raise BadInput(first, f"the {role} is not trained", f"trained roles: {', '.join(trained)}")
-        before = model.training
-        _check_live(role, before, values)
-        after = replace(before, **values).of_role(role)
-        changed = [name for name in values if getattr(before, name) != getattr(after, name)]
-        if not changed:
-            return before, changed
-        if "minibatches" in changed and any(
-            run.startswith(f"{role}.") for run in self._runner.interrupted.open_updates()
-        ):
-            raise BadInput(
-                first, f"an interrupt left an update of the {role} between two of its minibatches",
-                "run the same call again for the remaining steps, and then change the setting",
-            )  # fmt: skip
-        self._hosts.set_description(description.retrained(role, after, changed))
-        try:
-            self._hosts.record()
-        except BaseException:
-            self._hosts.set_description(description)
-            raise
-        self._runner.groups.follow_hosts()
-        return before, changed
 
     def note(self, setting: str, before: Any, after: Any, *, noted: bool = False) -> None:
         """Record that a setting was changed, when, and by which cell. noted: whether `note_settings` records it."""

@@ -119,19 +119,13 @@ class RankWatch:
 
     def collect(self) -> tuple[list[Reply], dict[int, Failure], HostDied | None]:
         """Return the replies so far, the failures among them by rank, and the error of a host that has ended."""
-        replies, failures, dead, working = list[Reply](), dict[int, Failure](), None, set(self.working)
-        for rank, pending in enumerate(self.answers):
-            if rank in working:
-                continue
+        replies, dead = list[Reply](), None
+        for pending in (pending for rank, pending in enumerate(self.answers) if rank not in self.working):
             try:
-                reply: Reply = pending.result()
+                replies.append(pending.result())
             except HostDied as error:
                 dead = dead or error
-                continue
-            replies.append(reply)
-            if reply.failure is not None:
-                failures[rank] = reply.failure
-        return replies, failures, dead
+        return replies, {reply.rank: reply.failure for reply in replies if reply.failure is not None}, dead
 
 
 class Counts:

@@ -157,10 +157,6 @@ class Run:
         with self.progress() as bar, interruptible(self) as presses:
             return wait_for(self, bar, presses)
 
-    def received(self) -> None:
-        """Note that the caller has the result."""
-        self.runner.interrupted.received(self)
-
     def __await__(self) -> Generator[Any, None, Any]:
         return _wait_async(self).__await__()
 
@@ -298,7 +294,7 @@ def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
 def receive(run: Run, bar: Progress, presses: Presses) -> Any:
     """Do as `wait_for`, and note that the caller has the result."""
     result = wait_for(run, bar, presses)
-    run.received()
+    run.runner.interrupted.received(run)
     if presses.count:  # interrupted after the run had ended: the caller does not get the result
         raise interrupted.error_of(run)
     return result
@@ -320,7 +316,7 @@ async def _wait_async(run: Run) -> Any:
         cancelled._render_traceback_ = error._render_traceback_  # type: ignore[attr-defined]  # for IPython
         raise cancelled from error
     result = _outcome(run)
-    run.received()
+    run.runner.interrupted.received(run)
     return result
 
 

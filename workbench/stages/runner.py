@@ -67,7 +67,6 @@ class StageRunner(StageNames):
         self.interrupted = Interrupted(hosts, ownership, counters)
         self.scheduler, self.snapshots, self.live = Scheduler(hosts), Snapshots(self), LiveSettings(self)
         self.scores: list[ScoreListener] = []
-        groups.assign = self.live.retrain
         self._reusing = False
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
         self._drives = 0  # how often `driving` was entered
@@ -122,7 +121,7 @@ class StageRunner(StageNames):
         if run.input is not None and not run.input.pending:
             if run.operation.updates:
                 self.interrupted.answer_ended(run)
-            elif self._reusing and run.batch is not None and not updates and not run.draws_anew:
+            elif self._reusing and run.batch is not None and not updates:
                 self._answer_from_store(run)
         return run
 
@@ -141,7 +140,7 @@ class StageRunner(StageNames):
     def _answer_from_store(self, run: StageRun) -> None:
         """End a run with a batch of the store, if the same code has read the same columns with the same weights."""
         store, weights = self.batches.store, self.counters.weights
-        if not run.code:
+        if not run.code or (run.operation.samples and run.arguments.get("seed") is None):  # the same call draws anew
             return
         assert run.input is not None and run.batch is not None
         batch, travels = run.input.copies(run.samples), run.operation.sent_columns(run.reads, run.input)

@@ -163,7 +163,7 @@ class Scheduler:
         if errors:
             raise errors[0]
         for run in runs:  # the caller has the results only now
-            run.received()
+            run.runner.interrupted.received(run)
 
     def _stop(self, error: BaseException) -> NoReturn:
         """Stop the runs, wait for that, and raise one `StageInterrupted` that says how far each update came."""

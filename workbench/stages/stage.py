@@ -1,15 +1,6 @@
-"""One call of an operation. The methods of `StageRun` are in the order in which they run:
-
-    lab.actor.compute_log_prob(batch)
-    check     arguments, batch and columns, in the caller's thread: nothing has been sent
-    enqueue   give it a number, its inputs, and the batch that it will make, which the next stage can take at once
-    plan      once its inputs are there and its pool is free: which rank gets which rows from which host; no tensors
-    send      a `Call` to each rank: it pulls its rows, computes, and keeps the output
-    poll      look for the ranks' replies, until all have come or the missing ones never will
-    record    metrics, the role's weights, the batch's next version: the result
-
-`workbench.stages.run` has the waiting for a result, `workbench.stages.interrupted` the handling of interrupts,
-cancellations and failures.
+"""One call of an operation. The methods of `StageRun` are in the order in which they run; docs/design.md follows one
+call through them. `workbench.stages.run` has the waiting for a result, `workbench.stages.interrupted` the handling of
+interrupts, cancellations and failures.
 """
 
 from __future__ import annotations
@@ -130,11 +121,6 @@ class StageRun(Run):
             if self.operation.protocol.joins and self.writes:
                 self.batch = batch.copies(self.samples).with_pending(self, self.writes, self._stale)
         self._inputs = list(dict.fromkeys([*inputs, *makers]))
-
-    @property
-    def draws_anew(self) -> bool:
-        """Whether the same call would draw other samples next time."""
-        return self.operation.samples and self.arguments.get("seed") is None
 
     @property
     def _stale(self) -> tuple[str, ...]:

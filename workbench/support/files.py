@@ -1,5 +1,5 @@
-"""Reads and writes files for the whole package. It reads regular files of a bounded size, and replaces a file by a
-complete new one or leaves the old one unchanged.
+"""Reads and writes files for the whole package. It reads only regular files, and replaces a file by a complete new one
+or leaves the old one unchanged.
 
 A file that cannot be read raises `BadInput`, a missing one `FileNotFoundError`. A file that cannot be written raises
 `WriteFailed`, with its path, the bytes that it takes, and the free bytes.
@@ -36,7 +36,6 @@ from workbench.errors.plain_text import shown
 
 PRIVATE = 0o600
 SHARED = 0o666  # for files that the user has named; the user's umask applies
-LIMIT_BYTES = 2**30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -65,9 +64,9 @@ def real_path(value: object, what: str) -> Path:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def opened(path: Path, *, limit: int | None = LIMIT_BYTES) -> io.BufferedReader:
-    """Open a regular file of at most `limit` bytes for reading. Raises `FileNotFoundError`, or `BadInput` for anything
-    that is not such a file."""
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading. Raises `FileNotFoundError`, or `BadInput` for anything that is not such a
+    file."""
     try:
         # without O_NONBLOCK, opening a pipe waits for a writer
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -75,34 +74,29 @@ def opened(path: Path, *, limit: int | None = LIMIT_BYTES) -> io.BufferedReader:
         raise
     except (OSError, ValueError) as error:
         raise _unreadable(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    found = os.fstat(file.fileno())
-    if stat.S_ISREG(found.st_mode) and (limit is None or found.st_size <= limit):
-        return file
-    file.close()
-    is_file = stat.S_ISREG(found.st_mode)
-    raise _unreadable(path, f"has {found.st_size:,} bytes, more than {limit:,}" if is_file else "is not a file")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _unreadable(path, "is not a file")
+    return file
 
 
-def read_bytes(path: Path, *, limit: int | None = LIMIT_BYTES) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the content of a file; see `opened`."""
-    with opened(path, limit=limit) as file:
+    with opened(path) as file:
         return file.read()
 
 
-def read_text(path: Path, *, limit: int = LIMIT_BYTES) -> str:
-    """Return the content of a text file in UTF-8; see `opened`."""
+def read_json(path: Path, *, format: int | None = None) -> Any:
+    """Return the value in a JSON file; see `opened`. format: the number that it must have as "format"; None: none."""
+    data = read_bytes(path)
     try:
-        return read_bytes(path, limit=limit).decode()
-    except UnicodeDecodeError as error:
-        raise _unreadable(path, f"is not a text: {error}") from None
-
-
-def read_json(path: Path, *, limit: int = LIMIT_BYTES) -> Any:
-    """Return the value in a JSON file; see `opened`."""
-    try:
-        return json.loads(read_text(path, limit=limit))
-    except (json.JSONDecodeError, RecursionError) as error:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise _unreadable(path, f"is not JSON: {error}") from None
+    if format is not None and (wrote := found.get("format") if isinstance(found, dict) else None) != format:
+        what = f"{str(path)!r} has format {shown(wrote, 80)}"
+        raise BadInput(what, f"this version reads {format}", "use the version of workbench that wrote it")
+    return found
 
 
 @functools.cache

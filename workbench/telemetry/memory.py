@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-IN_HOST_MEMORY = "offloaded"
-
 
 def capacity_bytes(seen: Mapping[str, Any]) -> int:
     """Return the memory of a host's device, from the answer of `Host.describe`: of the GPU, or of the machine, whose
@@ -70,7 +68,7 @@ class MemoryReading:
             (role, use): n
             for role, held in self.held.items()
             for use, n in held.items()
-            if not (self.on_gpu and use == IN_HOST_MEMORY)
+            if not (self.on_gpu and use == "offloaded")
         }
         if not self.on_gpu:
             found |= {("batch", "batches"): self.batch_bytes, ("batch", "published weights"): self.published_bytes}

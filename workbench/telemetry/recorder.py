@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from workbench.telemetry.spans import Span, Transfer, TransferKind, check_kind
+from workbench.telemetry.spans import Span, Transfer, check_kind
 from workbench.telemetry.syncs import OpenSync, Sync, SyncEvent
 
 _STATUS = Path("/proc/self/status")
@@ -147,14 +147,17 @@ class Recorder:
         self._transfers: list[Transfer] = []
         self._syncs: list[Sync] = []
         self._meter: PeakMeter | None = None
-        self.doing = (
-            ""  # the note of the innermost open span that has one, for the line that shows what a stage waits for
-        )
+        # the note of the innermost open span that has one, for the line that shows what a stage waits for
+        self.doing = ""
 
     @property
     def pool(self) -> str:
         """The pool label of this thread's work; "" outside a stage."""
         return str(self._here.labels["pool"])
+
+    @property
+    def _parent(self) -> str:
+        return (self._here.kinds or [""])[-1]
 
     def now_s(self) -> float:
         """Unix time on the recorder's clock, for `add`."""
@@ -178,10 +181,8 @@ class Recorder:
         """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and re-raised."""
         check_kind(kind)
         meter = self.peak_meter()
-        kinds = self._here.kinds
-        parent = kinds[-1] if kinds else ""
-        counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
-        kinds.append(kind)
+        parent, counts = self._parent, OpenSpan(bytes=bytes, tokens=tokens, note=note)
+        self._here.kinds.append(kind)
         before, self.doing = self.doing, note or self.doing
         watch, start_s = meter.open(), self.now_s()
         try:
@@ -191,7 +192,7 @@ class Recorder:
             raise
         finally:
             end_s, peak = self.now_s(), meter.close(watch)
-            kinds.pop()
+            self._here.kinds.pop()
             self.doing = before
             self._add(kind, start_s, end_s, counts, peak, parent)
 
@@ -199,7 +200,7 @@ class Recorder:
         """Begin a span for work that goes on while other spans open and close. Call the returned function to end it:
         with the span's seconds, or None for until now. Labels and parent are those of the beginning."""
         check_kind(kind)
-        labels, parent, start_s = self._here.labels, (self._here.kinds or [""])[-1], self.now_s()
+        labels, parent, start_s = self._here.labels, self._parent, self.now_s()
 
         def end(seconds: float | None) -> None:
             end_s = self.now_s() if seconds is None else start_s + seconds
@@ -210,35 +211,24 @@ class Recorder:
     def add(self, kind: str, start_s: float, end_s: float, *, note: str = "") -> None:
         """Record a span whose times are known, such as the queue time of a call stamped by the controller. A start
         after the end (clocks of two machines differ) counts as zero seconds."""
-        kinds = self._here.kinds
-        self._add(kind, min(start_s, end_s), end_s, OpenSpan(note=note), 0, kinds[-1] if kinds else "")
+        self._add(kind, min(start_s, end_s), end_s, OpenSpan(note=note), 0, self._parent)
 
     @contextmanager
     def transfer(self, source: str, destination: str, **what: Any) -> Iterator[OpenSpan]:
         """Time the block as one movement of bytes; set `.bytes` on the yielded object. what: batch, columns and kind,
-        see `add_transfer`. A block that raises is not recorded, because it is unknown what arrived."""
+        see `Transfer`. A block that raises is not recorded, because it is unknown what arrived."""
         moved, start_s = OpenSpan(), self.now_s()
         yield moved
         self.add_transfer(source, destination, start_s, self.now_s(), bytes=moved.bytes, **what)
 
     def add_transfer(
-        self,
-        source: str,
-        destination: str,
-        start_s: float,
-        end_s: float,
-        *,
-        bytes: int,
-        batch: str = "",
-        columns: str = "",
-        kind: TransferKind = "batch",
+        self, source: str, destination: str, start_s: float, end_s: float, *, bytes: int, **what: Any
     ) -> None:
-        """Record a transfer whose times are known, such as one of several that ran at the same time."""
+        """Record a transfer whose times are known, such as one of several that ran at the same time. what: see
+        `transfer`."""
         labels = self._here.labels
-        made = Transfer(
-            stage=labels["stage"], run=labels["run"], source=source, destination=destination, bytes=int(bytes),
-            start_s=start_s, end_s=end_s, batch=batch, columns=columns, kind=kind,
-        )  # fmt: skip
+        made = Transfer(stage=labels["stage"], run=labels["run"], source=source, destination=destination,
+                        bytes=int(bytes), start_s=start_s, end_s=end_s, **what)  # fmt: skip
         with self._lock:
             self._transfers.append(made)
 
@@ -255,9 +245,7 @@ class Recorder:
             raise
         finally:
             labels = {name: self._here.labels[name] for name in ("stage", "run", "role", "rank")}
-            made = Sync(
-                **labels, **vars(found), event=event, start_s=start_s, end_s=self.now_s(), failed=failed
-            )  # fmt: skip
+            made = Sync(**labels, **vars(found), event=event, start_s=start_s, end_s=self.now_s(), failed=failed)
             with self._lock:
                 self._syncs.append(made)
 

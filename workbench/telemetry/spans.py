@@ -128,29 +128,36 @@ def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[st
     threads: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
-    def track(process: str, thread: str) -> tuple[int, int]:
+    def track(process: str, thread: str) -> dict[str, int]:
         """Return the numbers of a process and its thread, in order of first appearance."""
         pid = processes.setdefault(process, len(processes) + 1)
-        return pid, threads.setdefault((pid, thread), len(threads) + 1)
+        return {"pid": pid, "tid": threads.setdefault((pid, thread), len(threads) + 1)}
+
+    def us(time_s: float) -> int:
+        # whole microseconds, rounded at both ends, so that a child that ends with its parent does so in the trace, too
+        return round((time_s - origin_s) * 1e6)
+
+    def add(event: dict[str, Any], row: Row, key: str = "") -> None:
+        """Add a complete event, or (key) an asynchronous one."""
+        start, end = us(row["start_s"]), us(row["end_s"])
+        if not key:
+            events.append({**event, "ph": "X", "ts": start, "dur": end - start})
+            return
+        events.append({**event, "ph": "b", "id": key, "ts": start})
+        events.append({name: event[name] for name in ("name", "cat", "pid", "tid")} | {"ph": "e", "id": key, "ts": end})
 
     for number, row in enumerate(spans):
-        pid, tid = track(f"{row['pool']} {row['device']}", f"{row['role']} rank {row['rank']}")
+        where = track(f"{row['pool']} {row['device']}", f"{row['role']} rank {row['rank']}")
         overlaps = row["parent"] == "" and row["kind"] in ("queue", "transfer")
         name = row["kind"] if row["parent"] or overlaps else row["stage"]
-        event = {
-            "name": f"{row['stage']} {name}" if overlaps else name, "cat": row["kind"], "pid": pid, "tid": tid,
-            "args": _args(row, _SPAN_ARGS),
-        }  # fmt: skip
-        events += _asynchronous(event, f"s{number}", row, origin_s) if overlaps else [_complete(event, row, origin_s)]
+        event = {"name": f"{row['stage']} {name}" if overlaps else name, "cat": row["kind"], **where}
+        add({**event, "args": _args(row, _SPAN_ARGS)}, row, f"s{number}" if overlaps else "")
         if row["peak_memory_bytes"] and not row["parent"]:
-            peak = {"name": "peak memory", "ph": "C", "pid": pid, "ts": _us(row["end_s"], origin_s)}
+            peak = {"name": "peak memory", "ph": "C", "pid": where["pid"], "ts": us(row["end_s"])}
             events.append({**peak, "args": {"bytes": row["peak_memory_bytes"]}})
     for number, row in enumerate(transfers):
-        pid, tid = track("transfers", row["source"])
-        name = f"{row['source']} to {row['destination']}"
-        event = {"name": name, "cat": f"transfer {row['kind']}", "pid": pid, "tid": tid}
-        event["args"] = _args(row, _TRANSFER_ARGS)
-        events += _asynchronous(event, f"t{number}", row, origin_s)
+        event = {"name": f"{row['source']} to {row['destination']}", "cat": f"transfer {row['kind']}"}
+        add({**event, **track("transfers", row["source"]), "args": _args(row, _TRANSFER_ARGS)}, row, f"t{number}")
     named: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for name, pid in processes.items()
     ]
@@ -159,24 +166,6 @@ def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[st
         for (pid, name), tid in threads.items()
     ]
     return [*named, *events]
-
-
-def _us(time_s: float, origin_s: float) -> int:
-    # whole microseconds, rounded at both ends, so that a child that ends with its parent does so in the trace, too
-    return round((time_s - origin_s) * 1e6)
-
-
-def _complete(event: dict[str, Any], row: Row, origin_s: float) -> dict[str, Any]:
-    start, end = _us(row["start_s"], origin_s), _us(row["end_s"], origin_s)
-    return {**event, "ph": "X", "ts": start, "dur": end - start}
-
-
-def _asynchronous(event: dict[str, Any], key: str, row: Row, origin_s: float) -> list[dict[str, Any]]:
-    end = {name: event[name] for name in ("name", "cat", "pid", "tid")}
-    return [
-        {**event, "ph": "b", "id": key, "ts": _us(row["start_s"], origin_s)},
-        {**end, "ph": "e", "id": key, "ts": _us(row["end_s"], origin_s)},
-    ]
 
 
 def _args(row: Row, names: Iterable[str]) -> dict[str, Any]:

@@ -326,7 +326,7 @@ class TelemetryStore:
         with self._lock:
             waiting = self._waiting.get(name, b"")
             try:
-                text = files.read_bytes(self._path(name), limit=None) + b"\n" * bool(waiting) + waiting
+                text = files.read_bytes(self._path(name)) + b"\n" * bool(waiting) + waiting
             except FileNotFoundError:
                 text = waiting
         return json_rows(b"\n".join(line for line in text.splitlines() if having in line) if having else text)
@@ -353,7 +353,7 @@ class Follower:
         """Return the rows that were added, as stored; a line that is still being written comes once it is complete."""
         if self.size_bytes <= self._offset:
             return []
-        with files.opened(self._path, limit=None) as file:
+        with files.opened(self._path) as file:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
@@ -372,7 +372,6 @@ def json_rows(text: bytes) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return a line's row; None for a line that cannot be read."""
     try:
         row = json.loads(line) if line else None
     except (ValueError, RecursionError):  # a JSON error, and half a character
@@ -381,7 +380,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _frame(rows: Sequence[Any], columns: Mapping[str, str]) -> pandas.DataFrame:
-    """Make a frame. columns: types by name."""
     import pandas
 
     return pandas.DataFrame(rows, columns=list(columns)).astype(dict(columns))

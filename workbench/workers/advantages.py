@@ -75,7 +75,6 @@ def _note_on_equal_scores(temperature: float | None) -> str:
 
 
 def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
-    """Return the last token of each macro action, see `compute_advantages(macro_tokens=)`."""
     if tokens == "random":
         return random_ends(mask_BT, [derive_seed(*batch.meta["seed"], "macro actions", int(row)) for row in batch.rows])
     if tokens == "perplexity":
@@ -149,7 +148,11 @@ class Estimation:
         if penalty_B is not None:
             rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, self.mask_BT, 0.0)
         if callable(estimator):
-            both = self._by_function(estimator, scores_B, rewards_BT, signal)
+            advantages_BT, returned_BT = estimated(
+                estimator, self.given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
+            )
+            to_go_BT = reinforce(rewards_BT, self.mask_BT, self.gamma)[1]
+            both = advantages_BT, to_go_BT if returned_BT is None else returned_BT
         elif estimator in WITH_CRITIC:
             both = self._with_critic(rewards_BT, signal)
         elif estimator == "remax":
@@ -200,18 +203,7 @@ class Estimation:
 
     # --- advantages and returns, by family ----------------------------------------------------------------------------
 
-    def _by_function(
-        self, function: Callable[..., Any], scores_B: Tensor, rewards_BT: Tensor, signal: Signal
-    ) -> tuple[Tensor, Tensor]:
-        advantages_BT, returns_BT = estimated(
-            function, self.given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
-        )
-        if returns_BT is None:
-            returns_BT = reinforce(rewards_BT, self.mask_BT, self.gamma)[1]
-        return advantages_BT, returns_BT
-
     def _with_critic(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
-        """Compute GAE by token, by turn, or by macro action."""
         mask_BT, after_B = self.mask_BT, None
         values_BT = self.batch.ragged(signal.values).pad()
         if self.bootstrap:
@@ -281,7 +273,6 @@ class Estimation:
         return advantages_B
 
     def _of_group(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
-        """Return the advantages of all valid responses, [N]."""
         estimator = self.estimator
         if estimator == "rloo":
             return rloo(scores_N, groups_N)
@@ -312,11 +303,7 @@ class Estimation:
         return (scores_N - baseline_N) / group_deviation(scores_N, groups_N)
 
     def _over_steps(self, rewards_BT: Tensor, *, one_step: bool) -> Tensor:
-        """Return the advantages of process supervision, [B, T], from token rewards after penalties. one_step: each
-        response is one step.
-
-        Metrics: `steps/mean`, per response, and the share of steps whose prompt has only equal rewards.
-        """
+        """Return the advantages of process supervision, [B, T]. one_step: each response is one step."""
         groups_B, mask_BT = self.batch.numbers("prompt_uid"), self.mask_BT
         check_groups("grpo_process", self.communicator.gathered(groups_B))
         ends_BT = mask_BT

@@ -25,7 +25,7 @@ class WatchedWeights:
         self._stretch = (0, 1) if self._sharded else (layout.coordinates(context.communicator.rank)[0], layout.d)
         self._engine, self._dtype, self.since = engine, getattr(torch, spec.dtype), engine.steps
         self._offloads = self._sharded and context.host.offloads
-        config = engine.module.get_backbone().config  # type: ignore[operator]
+        config = engine.module.get_backbone().config
         several = layout.p * layout.t > 1  # several ranks hold some elements, such as those of a norm
         self._elements = {w.name: w.numel for w in weights_of(config, spec.dtype, layout)} if several else {}
         self._kept = {name: now.to("cpu", copy=True) for name, now in self._held()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from workbench.data.conversation_turns import AnsweredTurn, Reply, Turn
@@ -17,6 +18,7 @@ from workbench.models.tokenizers import render_reply, turn_end
 from workbench.settings.context import Context
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import turn_seed
+from workbench.workers.worker import Context as WorkerContext
 
 GO_ON = "Go on."  # what stands between a summary and the turns that come behind it
 
@@ -75,7 +77,7 @@ class Compaction:
 # Endings: "done" (by the environment), a limit, or "failed" (the environment failed). "max_tokens": no room for more.
 ConversationEnding = Literal["done", "max_turns", "max_tokens", "max_seconds", "max_calls", "failed"]
 WAIT_S = 0.05  # how long to wait for replies while no turn is decoded
-Share = Callable[[Callable[[], list[Any]]], list[Any]]
+STEPS_TOGETHER = 8  # tokens that ranks of tensor groups decode between two exchanges of replies or requests
 
 
 @dataclass(kw_only=True)
@@ -205,21 +207,32 @@ class Conversation:
         self.rewards += [0.0] * len(token_ids)
 
 
-def converse(
-    engine: GenerationEngine,
-    conversations: Sequence[Conversation],
-    sampling: Sampling,
-    environments: Environments,
-    *,
-    mine: slice,
-    max_model_tokens: int,
-    share: Share,
-    any_rank: Callable[[bool], bool],
-    progress: Callable[[int, int, int], None],
-    steps: int,
-    compaction: Compaction | None = None,
-) -> None:
-    """Let the policy and the environments take turns until each conversation has an ending.
+class Lockstep:
+    """Keeps the ranks of a tensor group in step while functions of users run beside the engine.
+
+    steps: of the engine between two exchanges. progress(done, total, tokens): see `WorkerContext`.
+    """
+
+    def __init__(self, context: WorkerContext, ranks: int) -> None:
+        self._context, self._ranks = context, ranks
+        self.progress = context.advance if ranks == 1 else context.progress
+        self.steps = 1 if ranks == 1 else STEPS_TOGETHER
+
+    def shared(self, make: Callable[[], list[Any]]) -> list[Any]:
+        """Concatenate the lists that these ranks make."""
+        return self._context.communicator.shared_by_group(self._ranks, make)
+
+    def any_rank(self, here: bool) -> bool:
+        """Return whether this is true on any rank; a point at which the stage can be stopped."""
+        if self._ranks == 1:  # `progress` has the point
+            return here
+        found = bool(self._context.communicator.all_reduce_max(torch.tensor([int(here)])).item())
+        self._context.stopping.point()
+        return found
+
+
+class Turns:
+    """The policy and the environments take turns until each conversation has an ending.
 
     Conversations advance independently: while one waits for its environment, the engine decodes turns of the others. A
     turn that is cut for lack of room ends the response without a reply; so does an observation that leaves no room for
@@ -227,53 +240,47 @@ def converse(
     ends there, or begins again, as the environments decide.
 
     conversations: of all ranks of a tensor group, in rank order; those with an ending stay unchanged. `mine` are this
-    rank's, whose environments run here. share(make): concatenates the lists that these ranks make. any_rank: whether
-    its argument is true on any rank. steps: of the engine between two checks for environments' replies, which the ranks
-    of a tensor group make together. compaction: begins new contexts when conversations are too long.
+    rank's, whose environments run here. compaction: begins new contexts when conversations are too long.
     """
-    with engine.decoding(sampling) as decoding:
-        turns = _Turns(conversations, sampling, environments, decoding, mine, max_model_tokens, compaction)
-        while any_rank(turns.left > 0):
-            turns.begin_more()
-            for _ in range(steps):
-                for turn in decoding.step() if decoding.open else ():
-                    turns.take_turn(turn)
-            for i, reply in share(turns.replies):
-                turns.take_reply(i, reply)
-            progress(len(conversations) - turns.left, len(conversations), decoding.tokens)
 
-
-class _Turns:
-    """Tracks whose turn it is in each conversation. left: how many conversations have no ending yet."""
+    _decoding: Decoding
 
     def __init__(
-        self, conversations: Sequence[Conversation], sampling: Sampling,
-        environments: Environments,
-        decoding: Decoding, mine: slice, max_model_tokens: int, compaction: Compaction | None,
+        self, conversations: Sequence[Conversation], sampling: Sampling, environments: Environments, *,
+        mine: slice, max_model_tokens: int, compaction: Compaction | None,
     ) -> None:  # fmt: skip
         self._conversations, self._sampling, self._environments = conversations, sampling, environments
-        self._decoding, self._max_model_tokens, self._compaction = decoding, max_model_tokens, compaction
+        self._max_model_tokens, self._compaction = max_model_tokens, compaction
         self._first, self._last, _ = mine.indices(len(conversations))
         self._ended = [conversation.ending is not None for conversation in conversations]
         self._to_begin = deque(i for i in range(self._first, self._last) if not self._ended[i])
         self._most, self._open_here = sampling.most_open or len(conversations), 0
-        self.left = self._ended.count(False)  # a counter: thousands must not be searched at each token
+        self._left = self._ended.count(False)  # a counter: thousands must not be searched at each token
+
+    def take_all(self, engine: GenerationEngine, lockstep: Lockstep) -> None:
+        """Decode turns and take replies until no conversation is left."""
+        with engine.decoding(self._sampling) as decoding:
+            self._decoding = decoding
+            while lockstep.any_rank(self._left > 0):
+                while self._to_begin and self._open_here < self._most:
+                    self._begin(self._to_begin.popleft())
+                    self._open_here += 1
+                for _ in range(lockstep.steps):
+                    for turn in decoding.step() if decoding.open else ():
+                        self._take_turn(turn)
+                for i, reply in lockstep.shared(self._replies):
+                    self._take_reply(i, reply)
+                lockstep.progress(len(self._conversations) - self._left, len(self._conversations), decoding.tokens)
 
     def _is_mine(self, i: int) -> bool:
         return self._first <= i < self._last
 
-    def begin_more(self) -> None:
-        """Begin waiting conversations, up to the limit of open conversations."""
-        while self._to_begin and self._open_here < self._most:
-            self._begin(self._to_begin.popleft())
-            self._open_here += 1
-
-    def replies(self) -> list[tuple[int, Reply]]:
+    def _replies(self) -> list[tuple[int, Reply]]:
         """Return the replies of this rank's environments, with their conversations' numbers."""
         wait_s = 0.0 if self._decoding.open else WAIT_S
         return [(row + self._first, reply) for row, reply in self._environments.replies(wait_s)]
 
-    def take_turn(self, turn: Response) -> None:
+    def _take_turn(self, turn: Response) -> None:
         """Record a turn of the policy, and ask the environment to answer it."""
         i, conversation = turn.row, self._conversations[turn.row]
         lead_ids = conversation.lead_ids
@@ -287,7 +294,7 @@ class _Turns:
             self._environments.send_turn(Turn(row=i - self._first, response_ids=turn.ids, lead_ids=lead_ids))
         self._count(i)
 
-    def take_reply(self, i: int, reply: Reply) -> None:
+    def _take_reply(self, i: int, reply: Reply) -> None:
         """Record an environment's reply, and let the policy continue."""
         conversation = self._conversations[i]
         if reply.again:
@@ -390,5 +397,5 @@ class _Turns:
     def _count(self, i: int) -> None:
         if self._conversations[i].ending is not None and not self._ended[i]:
             self._ended[i] = True
-            self.left -= 1
+            self._left -= 1
             self._open_here -= self._is_mine(i)

@@ -5,7 +5,6 @@ A row's `failure` has a line for each function that failed for it, "STAGE NAME: 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +111,7 @@ def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None
     values = column.values if isinstance(column, Ragged) else column
     if not isinstance(values, Tensor) or not values.is_floating_point():
         return None
-    if math.isfinite(values.detach().sum()):  # five times as fast as checking each number
-        return None
-    bad = ~torch.isfinite(values)  # none are, if only the sum overflows the dtype
+    bad = ~torch.isfinite(values)
     return first_of(column, bad) if bad.any() else None
 
 

@@ -49,9 +49,9 @@ from workbench.workers.role_state import (
     take_state,
     write_role,
 )
-from workbench.workers.shards import Peers, Shards
+from workbench.workers.shards import Shards
 from workbench.workers.stopping import StageStopped, Stopping
-from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
+from workbench.workers.weight_exchange import Contents, HostCall, Slice, WeightExchange
 from workbench.workers.weight_intake import probe, timed_bytes_s
 from workbench.workers.worker import Context, SharedDevice, Worker
 
@@ -61,9 +61,9 @@ QUESTIONS = 5
 class Host(Shards):
     """Rank `info.rank` of a pool. Works the same inside a Ray actor and inside the kernel."""
 
-    def __init__(self, info: HostInfo, peers: Peers) -> None:
-        super().__init__(info, Recorder(), peers)
-        self._exchange = WeightExchange(info.name, self.recorder, peers.call)
+    def __init__(self, info: HostInfo, call: HostCall) -> None:
+        super().__init__(info, Recorder(), call)
+        self._exchange = WeightExchange(info.name, self.recorder, call)
         self.workers: dict[str, Worker] = {}
         self._incoming: dict[str, Worker] = {}  # workers that `replace_roles` will put into `workers`
         self._device = SharedDevice(info, self.recorder, self.workers)
@@ -249,10 +249,8 @@ class Host(Shards):
         self._exchange.release(keys)
         super().release(keys)
 
-    def published_contents(self, key: str) -> Contents:
-        contents = self._exchange.snapshot(key).contents
-        assert contents is not None
-        return contents
+    def published_contents(self, key: str) -> Contents | None:
+        return self._exchange.snapshot(key).contents
 
     def cut_weights(
         self, key: str, wanted: Sequence[Slice], checksums: bool, since: str
@@ -265,14 +263,14 @@ class Host(Shards):
 
     def probe_link(self, key: str, host: str) -> float:
         """Measure the bytes a second that this host receives from another host, which has published a probe."""
-        return timed_bytes_s(key, host, self._peers.call)
+        return timed_bytes_s(key, host, self._call_host)
 
     def probe_answer(self, host: str) -> float:
         """Measure the seconds in which another host answers: the least of `QUESTIONS` attempts."""
         took_s = []
         for _ in range(QUESTIONS):
             began = time.perf_counter()
-            self._peers.call(host, "status")
+            self._call_host(host, "status")
             took_s.append(time.perf_counter() - began)
         return min(took_s)
 
@@ -358,11 +356,7 @@ class Host(Shards):
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
         """Discard workers that were built beside live roles, and shards inherited from hosts that stay."""
-        while self._incoming:
-            role, worker = self._incoming.popitem()
-            engine = engine_of(worker)
-            _end(role, *([engine.close] if engine else []), worker.context.calls.close)
-            del worker, engine
+        _close(self._incoming)
         _return_memory()
         self.disinherit(hosts)
 
@@ -469,10 +463,7 @@ class Host(Shards):
 
     def close(self) -> None:
         """Free the workers and batches. The process group ends with the process, or inline with the last workbench."""
-        while self.workers:
-            role, worker = self.workers.popitem()
-            _end(role, worker.close, worker.context.calls.close)
-            del worker
+        _close(self.workers)
         self._shards.clear()
         if torch.cuda.is_initialized():  # inline, where the process goes on
             _return_memory()
@@ -485,6 +476,12 @@ def _end(role: str, *steps: Callable[[], None]) -> None:
             step()
         except Exception as error:
             warnings.warn(f"closing {role} failed: {shown(error, 400)}", stacklevel=2)
+
+
+def _close(workers: dict[str, Worker]) -> None:
+    while workers:
+        role, worker = workers.popitem()
+        _end(role, worker.close, worker.context.calls.close)
 
 
 def _return_memory() -> None:

@@ -79,7 +79,8 @@ class MicroBatch:
     Rows of the same prompt share it: the prompt is one sequence, and each response continues it, up to its second
     context if it has one (see `CONTEXT_STARTS`). index: its rows in the shard. weight: 0.0 for a pass that only keeps
     in step with other ranks. last: [B], the position of each row's last token among the T. tokens: of all rows, each
-    row with its prompt. response_rows, response_times [N]: the place of token n in a [B, R] tensor of the responses.
+    row with its prompt; 0 if `weight` is. response_rows, response_times [N]: the place of token n in a [B, R] tensor of
+    the responses.
     """
 
     index: list[int]
@@ -228,7 +229,7 @@ def _build(
         inputs=inputs,
         targets=to_device(torch.cat([responses[i] for i in index]), device),
         last=to_device(torch.where(counts_B > 0, starts_B + counts_B - 1, ends_B), device),
-        tokens=sum(len(prompts[i]) + len(responses[i]) for i in index),
+        tokens=sum(len(prompts[i]) + len(responses[i]) for i in index) if weight else 0,
         response_rows=to_device(rows_N, device),
         response_times=to_device(times_N, device),
         longest=int(counts_B.max()),
@@ -261,11 +262,6 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
     for size in sizes:
         yield list(range(start, start + size))
         start += size
-
-
-def tokens_of(micro: MicroBatch) -> int:
-    """Return the tokens of a micro-batch; 0 if it only keeps in step with other ranks."""
-    return micro.tokens if micro.weight else 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine, make_training_engine
-from workbench.engines.training.base import transformers_names
 from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.errors.plain_text import said
 from workbench.messages.operation import register
@@ -81,11 +80,9 @@ class ModelWorker(PassWorker):
             set_random_state(state["random"])
 
     def take_notes(self) -> tuple[str, ...]:
-        others = super().take_notes()
-        if self.engine is None:
-            return others
-        notes, self.budget.notes = tuple(self.budget.notes), []
-        return (*notes, *others)
+        if self.engine is not None:
+            self._notes, self.budget.notes = [*self.budget.notes, *self._notes], []
+        return super().take_notes()
 
     @property
     def uses_device(self) -> bool:
@@ -112,7 +109,7 @@ class ModelWorker(PassWorker):
         Raises `BadInput` on all ranks if the folder is not empty, and `WriteFailed` if writing fails.
         """
         assert self.engine is not None and self.spec.name is not None
-        module, name = cast(PackedModule, self.engine.module), self.spec.name
+        module, name = self.engine.module, self.spec.name
 
         def write(folder: Path, weights: dict[str, Tensor]) -> None:
             scalar = isinstance(module, TokenValues)
@@ -167,7 +164,7 @@ class ModelWorker(PassWorker):
         """
         if self.engine is None:
             return {}
-        names = transformers_names(self.engine.module)
+        names = self.engine.module.weight_names()
         parameters = self.engine.module.named_parameters()
         trained = {names.get(name, name) for name, parameter in parameters if parameter.requires_grad}
         # every rank goes through all weights: one that is sharded is gathered by all
@@ -284,12 +281,12 @@ class TrainedWorker(ModelWorker):
         probe = GradientProbe(engine, counts)
         self.engine = cast(TrainingEngine, probe)
         if micro_batch_tokens is not None:
-            module = cast(PackedModule, engine.module)
+            module = engine.module
             self.budget = TokenBudget(micro_batch_tokens, self.context, engine, module, trained=True)
         try:
             output = getattr(self, update)(batch, **arguments)
         finally:
             self.engine, self.budget = engine, budget
-            cast(PackedModule, engine.module).expect(budget.tokens)
+            engine.module.micro_batch_tokens = budget.tokens
         metrics = {name: metric.value for name, metric in output.metrics.items()}
         return GradientReport(counts=counts, metrics=metrics, minibatches=tuple(probe.minibatches))

@@ -21,7 +21,7 @@ from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.settings.engines import Generation
-from workbench.workers.rollout_columns import PAUSED, ending_columns
+from workbench.workers.rollout_columns import PAUSED, single_turn
 
 COLUMNS = ("token_versions", "sample_seed")  # beside the columns of other rollouts
 METRICS = ("ending_paused/fraction", "ended/fraction", "drawn_tokens/mean")  # of a call's new tokens, per row
@@ -113,12 +113,6 @@ class PartialResponses:
             ids[i], log_probs[i] = new_ids, log_probs[i] + new_log_probs
             versions[i] = versions[i] + [version] * len(new_log_probs)
             endings[i] = PAUSED if ending == "length" and len(new_ids) < most[i] else ending
-        responses = Ragged.of(ids, torch.int64)
-        return {
-            "response_ids": responses,
-            "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
-            "rollout_log_prob": Ragged.of(log_probs, torch.float32),
-            "token_versions": Ragged.of(versions, torch.int64),
-            "sample_seed": torch.tensor(self.seeds, dtype=torch.int64),
-            **ending_columns(endings),
-        }
+        seeds = torch.tensor(self.seeds, dtype=torch.int64)
+        own: Table = {"token_versions": Ragged.of(versions, torch.int64), "sample_seed": seeds}
+        return single_turn(ids, log_probs, endings) | own

@@ -42,7 +42,6 @@ from workbench.workers.micro_batches import (
     each_minibatch,
     minibatch_indices,
     on_host,
-    tokens_of,
 )
 from workbench.workers.worker import Context, Worker
 
@@ -163,7 +162,6 @@ class StepLosses:
         return metrics, why
 
     def _first_not_finite(self) -> str:
-        """Say in words which row's loss is the first that is not finite, and which of its columns are not finite."""
         for term, micro, rows_B in self.not_finite:
             for i in rows_B.nonzero()[:1, 0].tolist():
                 read = not_finite_in(term.shard.columns, micro.index[i])
@@ -195,12 +193,12 @@ class PassWorker(Worker):
             try:
                 for done, micro in enumerate(micros):
                     context.advance(done, len(micros), done_tokens)
-                    tokens, before = tokens_of(micro), groups.moved_bytes
-                    with context.recorder.span("forward", tokens=tokens * groups.is_leader) as counted, torch.no_grad():
+                    tokens, before = micro.tokens * groups.is_leader, groups.tensor.moved_bytes
+                    with context.recorder.span("forward", tokens=tokens) as counted, torch.no_grad():
                         output = forward(**inputs(micro))
-                        counted.bytes = groups.moved_bytes - before
+                        counted.bytes = groups.tensor.moved_bytes - before
                     yield micro, output
-                    done_tokens += tokens
+                    done_tokens += micro.tokens
                 return
             except torch.OutOfMemoryError as error:
                 self.budget.halve(error)
@@ -254,11 +252,11 @@ class PassWorker(Worker):
                         one = Pass(
                             inputs=term.inputs(micro),
                             loss=partial(losses.share, term, divisor, micro),
-                            tokens=tokens_of(micro) * context.groups.is_leader,
+                            tokens=micro.tokens * context.groups.is_leader,
                             begin=partial(context.progress, before + len(passes), total, tokens),
                         )
                         passes.append(one)
-                        tokens += tokens_of(micro)
+                        tokens += micro.tokens
                 try:
                     report = engine.step(passes, rate_scales[number] if rate_scales else 1.0)
                     stopping.note(None)
@@ -282,12 +280,10 @@ class PassWorker(Worker):
         return Output(metrics=metrics, notes=tuple(notes))
 
     def _cut(self, batch: Shard, skip: Collection[int] = (), unit_rows: int = 1) -> list[list[MicroBatch]]:
-        """Cut each minibatch of a shard into micro-batches with the current budget."""
         data, device, budget = self.context.groups.data, self.context.device, self.budget
         return each_minibatch(batch, budget.tokens, data, device, padded=budget.padded, skip=skip, unit_rows=unit_rows)
 
     def _cut_terms(self, terms: Sequence[Term]) -> list[tuple[list[MicroBatch], ...]]:
-        """Return, for each minibatch, the micro-batches of each term."""
         of_terms = (self._cut(term.shard, {*term.skip, *term.shard.invalid_rows}, term.unit_rows) for term in terms)
         return list(zip(*of_terms, strict=True))
 
@@ -312,7 +308,7 @@ class TokenBudget:
         self.automatic = given is None and context.room is not None
         self.known = None if self.automatic else given or AUTOMATIC_TOKENS["cpu"]
         if self.known is not None:
-            module.expect(self.known)
+            module.micro_batch_tokens = self.known
 
     @property
     def tokens(self) -> int:
@@ -320,7 +316,7 @@ class TokenBudget:
         if self.known is None:
             here = torch.tensor([-self._fitting()])
             self.known = -int(self._context.communicator.all_reduce_max(here).item())
-            self._module.expect(self.known)
+            self._module.micro_batch_tokens = self.known
         return self.known
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
@@ -330,7 +326,7 @@ class TokenBudget:
         if others_wait or not self.automatic or self.known is None or self.known <= TOKENS_STEP:
             raise error
         before, self.known = self.known, max(TOKENS_STEP, self.known // 2 // TOKENS_STEP * TOKENS_STEP)
-        self._module.expect(self.known)
+        self._module.micro_batch_tokens = self.known
         self.notes.append(
             f"out of memory with micro-batches of {before:,} tokens: from now on they have {self.known:,}; "
             f"set Training(micro_batch_tokens={self.known}) to begin with this size"

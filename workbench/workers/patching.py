@@ -228,7 +228,6 @@ class Patch:
 
 
 def _become(kind: type, members: Mapping[str, Any], bases: tuple[type, ...]) -> None:
-    """Give a class exactly these members and bases."""
     if kind.__bases__ != bases:
         kind.__bases__ = bases
     for name in vars(kind).keys() - members.keys() - set(OF_THE_CLASS_ITSELF):

@@ -111,7 +111,6 @@ class PolicyTokens:
         return any(name in self.function.asked for name in OF_MODEL)
 
     def _old(self, micro: MicroBatch, now_BR: Tensor) -> Tensor | None:
-        """Return the log-probabilities from before the update; None if the batch has none."""
         if self.on_policy:
             return now_BR
         return micro.column_BR(self.batch.ragged("old_log_prob")) if "old_log_prob" in self.batch.columns else None
@@ -125,7 +124,6 @@ class PolicyTokens:
         old_BR: Tensor | None,
         told: dict[str, Tensor],
     ) -> dict[str, Metric | OnDevice]:
-        """Return metrics of ratios, the function's metrics, and distances from the old policy and the rollout's."""
         metrics: dict[str, Metric | OnDevice] = {}
         if old_BR is not None:
             own = "ratio" in told and told["ratio"].ndim == 2

@@ -288,7 +288,7 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
 
 def _unpickled(path: Path, sha256: str) -> dict[str, Any]:
     """Return a worker's state, unpickled from the same bytes whose checksum was verified."""
-    data = own_files.read_bytes(path, limit=None)
+    data = own_files.read_bytes(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StageError(f"{str(path)!r} has another checksum", f"SHA-256 {sha256[:12]} was written", "restore again")
     return cast(dict[str, Any], torch.load(io.BytesIO(data), weights_only=False))

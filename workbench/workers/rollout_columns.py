@@ -8,7 +8,6 @@ import torch
 
 from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.batches.schema import CONTEXT_STARTS
-from workbench.engines.generation import Rollout
 from workbench.messages.metrics import Mean, Metrics
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
@@ -24,15 +23,14 @@ TURN_COLUMNS = ("turns", "environment_rewards", "turn_starts", "turn_ends", "tur
 ENDINGS = ("eos", "stop", "done", *CUT)
 
 
-def single_turn(rollout: Rollout, rows: slice) -> Table:
-    """Return the columns of `generate_sequences` without an environment, for some rows of a rollout."""
-    responses = Ragged.of(rollout.response_ids[rows], torch.int64)
+def single_turn(ids: Sequence[list[int]], log_probs: Sequence[list[float]], endings: Sequence[str]) -> Table:
+    """Return the columns of responses without an environment."""
+    responses = Ragged.of(ids, torch.int64)
     return {
         "response_ids": responses,
         "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
-        "rollout_log_prob": Ragged.of(rollout.log_probs[rows], torch.float32),
-        **ending_columns(rollout.endings[rows]),
-        **({} if rollout.sets is None else mask_columns(rollout.sets[rows])),
+        "rollout_log_prob": Ragged.of(log_probs, torch.float32),
+        **ending_columns(endings),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.batches.schema import ScoredRows
 from workbench.data.user_functions import Score, StepScores
-from workbench.errors import BadInput
 from workbench.messages.metrics import Interval, Mean, Metrics
 from workbench.messages.shards import Shard
 
@@ -29,16 +27,13 @@ def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: Colu
     values = [part.values if isinstance(part, Ragged) else part for part in parts]
     total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
     whole = total.sum(0).float()
-    if not torch.isfinite(whole).all():
-        rule = "with these weights the sum of a row's components is too large for a float32 column"
-        raise BadInput(f"weights {', '.join(f'{weight:g}' for weight in weights)}", rule, "give smaller weights")
     return whole if first is None else first.like(whole)
 
 
 def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None) -> Ragged:
     """Spread one number per row over tokens: 0 except at the policy's last token. A row without such a token has no
     place for its number, as in `workbench.objectives.estimators.token_rewards`."""
-    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+    chosen = _chosen(mask, like)
     row_of_token = torch.repeat_interleave(torch.arange(len(like)), like.lengths)[chosen]
     last = torch.full((len(like),), -1).scatter_reduce(0, row_of_token, chosen.nonzero()[:, 0], "amax")
     values, placed = torch.zeros(len(like.values)), last >= 0
@@ -46,53 +41,41 @@ def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None
     return like.like(values)
 
 
+def _chosen(mask: ColumnValues | None, like: Ragged) -> Tensor:
+    """Return which tokens the policy chose, [tokens]; all without a mask."""
+    return mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+
+
 def reported(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> dict[str, Any]:
-    """Return what a rank reports beside a column of scores: metrics, and rewards by prompt."""
-    return {
-        "metrics": score_metrics(column, scores, valid, batch),
-        "scored": _scored_rows(scores, valid, batch) if column == "rewards" else None,
-    }
-
-
-def _scored_rows(scores: ColumnValues, valid: Tensor, batch: Shard) -> ScoredRows | None:
-    """Return the rewards of the valid rows by prompt; None if the batch does not say which prompt a row has."""
+    """Return what a rank reports beside a column of scores. metrics: the mean score of the valid rows and, if the batch
+    says which rows are of one prompt, half the width of its 95 % interval with prompts as clusters: samples of a prompt
+    are not independent of each other. scored: rewards by prompt, or None."""
+    metrics: Metrics = {f"{column}/mean": mean_score(scores, valid)}
     if "prompt_uid" not in batch.columns:
-        return None
-    mask = batch.columns.get("response_mask")
+        return {"metrics": metrics, "scored": None}
+    uids, totals = batch.numbers("prompt_uid")[valid], _row_totals(scores)[valid]
+    clusters: dict[int, tuple[float, float]] = {}
+    for uid, score in zip(uids.tolist(), totals.tolist(), strict=True):
+        sum_before, count = clusters.get(uid, (0.0, 0.0))
+        clusters[uid] = (sum_before + score, count + 1)
+    metrics[f"{column}/interval95"] = Interval(clusters=clusters)
+    if column != "rewards":
+        return {"metrics": metrics, "scored": None}
+    tokens, mask = torch.zeros(len(batch), dtype=torch.int64), batch.columns.get("response_mask")
     if isinstance(mask, Ragged):
-        of_row = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
-        tokens = torch.bincount(of_row, mask.values.double(), minlength=len(mask)).long()
-    else:
-        tokens = batch.ragged("response_ids").lengths if "response_ids" in batch.columns else torch.zeros(len(batch))
-    kept = valid.bool().numpy()
-    return ScoredRows(
-        prompt_uid=batch.numbers("prompt_uid").numpy().astype(np.int64)[kept],
-        reward=np.asarray(_row_totals(scores), dtype=np.float64)[kept],
-        tokens=tokens.numpy().astype(np.int64)[kept],
-    )
+        tokens = _row_totals(mask).long()
+    elif "response_ids" in batch.columns:
+        tokens = batch.ragged("response_ids").lengths
+    scored = ScoredRows(prompt_uid=uids.long().numpy(), reward=totals.numpy(), tokens=tokens[valid].numpy())
+    return {"metrics": metrics, "scored": scored}
 
 
-def score_metrics(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> Metrics:
-    """Return the mean score of the valid rows and, if the batch says which rows are of one prompt, half the width of
-    its 95 % interval with prompts as clusters: samples of a prompt are not independent of each other."""
-    found: Metrics = {f"{column}/mean": mean_score(scores, valid)}
-    if "prompt_uid" in batch.columns:
-        of_rows = _row_totals(scores)
-        clusters: dict[int, tuple[float, float]] = {}
-        for uid, score, right in zip(batch.numbers("prompt_uid").tolist(), of_rows, valid.tolist(), strict=True):
-            if right:
-                sum_before, count = clusters.get(uid, (0.0, 0.0))
-                clusters[uid] = (sum_before + score, count + 1)
-        found[f"{column}/interval95"] = Interval(clusters=clusters)
-    return found
-
-
-def _row_totals(column: ColumnValues) -> list[float]:
-    """Return the score of each row; numbers per token are summed."""
+def _row_totals(column: ColumnValues) -> Tensor:
+    """Return the score of each row, float64; numbers per token are summed."""
     if not isinstance(column, Ragged):
-        return torch.as_tensor(column).double().tolist()
+        return torch.as_tensor(column).double()
     rows = torch.repeat_interleave(torch.arange(len(column)), column.lengths)
-    return torch.zeros(len(column), dtype=torch.float64).index_add(0, rows, column.values.double()).tolist()
+    return torch.zeros(len(column), dtype=torch.float64).index_add(0, rows, column.values.double())
 
 
 def zero_failed(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
@@ -183,9 +166,8 @@ def step_ends(
 ) -> Ragged:
     """Return a column that is 1 on the last token of each step. A score of a whole response is one step; in a list of
     one number per token each token is a step. scores: by component. before: the column with rows that are not asked."""
-    mask = batch.columns.get("response_mask")
     like = batch.ragged("response_ids")
-    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+    chosen = _chosen(batch.columns.get("response_mask"), like)
     ends = before.values.bool().clone() if isinstance(before, Ragged) else torch.zeros_like(chosen)
     starts = (like.lengths.cumsum(0) - like.lengths).tolist()
     for i, start, tokens in zip(range(len(batch)), starts, like.lengths.tolist(), strict=True):

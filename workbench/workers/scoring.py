@@ -84,15 +84,13 @@ def check_same_components(column: str, function: Any, columns: Collection[str]) 
     if given == there:
         return
 
-    def said(names: set[str]) -> str:
-        return f"components {', '.join(sorted(names))}" if names else "no components"
-
+    said = [f"components {', '.join(sorted(names))}" if names else "no components" for names in (given, there)]
     remedy = "give only= functions of the same names, or leave only= out"
     if there - given:
         drop = ", ".join(f'"{column}/{name}"' for name in sorted(there - given))
         remedy += f"; if these columns are from an earlier call, batch.drop({drop})"
     raise BadInput(
-        f"only= with {said(given)}, in a batch with {said(there)}",
+        f"only= with {said[0]}, in a batch with {said[1]}",
         f"the {column} of all rows must be the sum of the same components", remedy,
     )  # fmt: skip
 
@@ -102,14 +100,14 @@ def row_numbers(only: Any) -> list[int] | None:
     numbers; None: all rows."""
     if only is None:
         return None
-    none_failed = False
+    is_frame = hasattr(only, "columns")
     try:
-        given = only["row"] if hasattr(only, "columns") else only
-        numbers = [int(row) for row in given if row == int(row)]
-        none_failed = given is not only and not len(given)
-    except (TypeError, ValueError, KeyError):
-        numbers = []
-    if min(numbers, default=0 if none_failed else -1) < 0:
+        given = list(only["row"] if is_frame else only)
+        numbers = [int(row) for row in given]
+        right = numbers == given and min(numbers, default=0 if is_frame else -1) >= 0
+    except (TypeError, ValueError, KeyError, OverflowError):
+        right = False
+    if not right:
         raise BadInput(
             f"only={shown(only)}", "the rows to score: a frame of batch.failed(), or one or more row numbers",
             "write only=batch.failed(), or only=[0]",
@@ -157,10 +155,8 @@ class Scoring:
         stay = only is not None and any(not (w or f) for w, f in zip(wanted, failed_before, strict=True))
         whole = [i for i, failed in enumerate(without) if not failed]
         scores, errors, several = self._ask_all(asked, whole, total, stay)
-        told: dict[int, dict[str, RewardError]] = {i: {} for i in asked}
-        for name, failed in errors.items():
-            for i, error in failed.items():
-                told[i][name or name_of(self.components[name][0])] = error
+        names = {name: name or name_of(function) for name, (function, _) in self.components.items()}
+        told = {i: {names[name]: failed[i] for name, failed in errors.items() if i in failed} for i in asked}
         for i, of_row in told.items():
             status.note(self.stage, i, of_row)
         right = [not (w or f) for w, f in zip(without, status.failed_in(self.stage), strict=True)]
@@ -208,10 +204,8 @@ class Scoring:
 
         try:
             with context.recorder.span("reward"), context.stopping.in_step_with((context.host.rank,)):
-                judged: JudgedRows | None = None
-                if self.judge is not None:
-                    of_asked = {i: rows[i] for i in asked}
-                    judged = JudgedRows(self.judge, of_asked, unscored)
+                of_asked = {i: rows[i] for i in asked}
+                judged = None if self.judge is None else JudgedRows(self.judge, of_asked, unscored)
                 for k, (name, (function, _)) in enumerate(self.components.items()):
 
                     def tick(ended: int, k: int = k) -> None:
@@ -233,7 +227,7 @@ class Scoring:
                             break
         finally:
             kinds = self._share(shared, scores, errors, asked, stay)
-        several = self._require_alike(kinds, scores, where)
+        several = self._require_alike(kinds)
         for name in self.components:
             for i in asked:
                 if i not in scores[name] and i not in errors[name]:
@@ -316,10 +310,8 @@ class Scoring:
         )  # fmt: skip
         given: list[OfRow] = []
         for i, group in enumerate(called):
-            scores: Sequence[Score | RewardError]
-            if (error := failures.get(i)) is None:
-                scores = found[i]
-            else:
+            scores: Sequence[Score | RewardError] = found.get(i, ())
+            if (error := failures.get(i)) is not None:
                 by = f"reward function {name_of(function)} {error.what} for row"
                 scores = [row_error(error.what, f"{by} {row[0]} on {where}", error.rule, error.remedy) for row in group]
             given += [(name, row[0], score) for row, score in zip(group, scores, strict=True)]
@@ -344,24 +336,18 @@ class Scoring:
         ]
         return communicator.all_reduce_max(torch.tensor([[any(kind), not all(kind)] for kind in kinds]).float())
 
-    def _require_alike(
-        self, kinds: Tensor, scores: Mapping[str, Mapping[int, Score]], where: str
-    ) -> dict[str, bool]:  # fmt: skip
+    def _require_alike(self, kinds: Tensor) -> dict[str, bool]:
         """Return, for each component, whether it gives a row several numbers. Raises `RewardError`, on all ranks, if it
         gives some rows one number and others several."""
         found: dict[str, bool] = {}
         for name, (several, one) in zip(self.components, kinds.bool().tolist(), strict=True):
             if several and one:
-                i, score = next(iter(scores[name].items()), (0, None))
-                function = name_of(self.components[name][0])
                 raise RewardError(
-                    f"reward function {function} returned {shown(score)} for row {self.batch.rows[i]} on {where}, "
-                    f"but {'one number' if isinstance(score, list) else 'several numbers'} per row "
-                    f"{'on another rank' if self.only is None else f'are in column {self._name(name)!r}'}"
-                    if scores[name] else f"reward function {function} returned one number per row, and several",
+                    f"reward function {name_of(self.components[name][0])}: column {self._name(name)!r} would have one "
+                    "number in some rows, and several in others",
                     ALIKE,
                     "" if self.only is None else "leave out only=, so that all rows are scored",
-                )  # fmt: skip
+                )
             found[name] = several or (not one and isinstance(self._before(name), Ragged))
         return found
 
@@ -391,20 +377,14 @@ class Scoring:
         before = self.batch.columns.get(column) if self.only is not None else None
         told = list(before) if isinstance(before, list) else [""] * len(self.batch)
         for i in asked:
-            found = {name: of_rows.get(i) for name, of_rows in scores.items()}
-            lines = [
-                f"{name}: {one.note}" if name else one.note for name, one in found.items() if isinstance(one, Noted)
-            ]
-            told[i] = "\n".join(lines)
+            noted = [(name, one.note) for name, found in scores.items() if isinstance(one := found.get(i), Noted)]
+            told[i] = "\n".join(f"{name}: {note}" if name else note for name, note in noted)
         return told
 
     def _column(self, name: str, asked: Sequence[int], found: Mapping[int, Score], several: bool) -> ColumnValues:
         batch, before = self.batch, self._before(name)
         if not several:
-            column = (
-                torch.zeros(len(batch)) if before is None or isinstance(before, Ragged) else torch.as_tensor(before)
-            )
-            column = column.float().clone()
+            column = before.float().clone() if isinstance(before, Tensor) else torch.zeros(len(batch))
             for i in asked:
                 column[i] = found.get(i, 0.0)  # type: ignore[assignment]
             return column
@@ -419,7 +399,6 @@ class Scoring:
         return column_BT
 
     def _means(self, columns: Table, valid: Tensor) -> Metrics:
-        """Return the mean score of each component, over the valid rows."""
         return {
             f"{name}/mean": mean_score(column, valid)
             for name, column in columns.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,7 @@ from workbench.batches.location import Pull, inherited
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder
-
-
-class Peers(Protocol):
-    """The other hosts, as one host calls them; they answer while they compute."""
-
-    def call(self, host: str, method: str, *args: Any) -> Any: ...
+from workbench.workers.weight_exchange import HostCall
 
 
 class _Shard(NamedTuple):
@@ -44,10 +39,11 @@ class _Shard(NamedTuple):
 
 
 class Shards:
-    """A host's shards by key. A shard is some columns of some rows; hosts pull shards from each other."""
+    """A host's shards by key. A shard is some columns of some rows; hosts pull shards from each other. call: calls
+    another host, which answers while it computes, see `HostCall`."""
 
-    def __init__(self, info: HostInfo, recorder: Recorder, peers: Peers) -> None:
-        self.info, self.recorder, self._peers = info, recorder, peers
+    def __init__(self, info: HostInfo, recorder: Recorder, call: HostCall) -> None:
+        self.info, self.recorder, self._call_host = info, recorder, call
         self._shards: dict[str, _Shard] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +63,7 @@ class Shards:
             else:
                 names = ", ".join(columns)
                 with self.recorder.transfer(self.info.name, host, batch=call.batch, columns=names) as moved:
-                    self._peers.call(host, "put", key, to_wire(columns))
+                    self._call_host(host, "put", key, to_wire(columns))
                     moved.bytes = table_bytes(columns)
         return columns
 
@@ -86,7 +82,7 @@ class Shards:
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
-            part = from_wire(self._peers.call(pull.shard.host, "fetch", key, kept, pull.positions))
+            part = from_wire(self._call_host(pull.shard.host, "fetch", key, kept, pull.positions))
             moved.bytes = table_bytes(part)
         named = pull.renamed(part, names)
         counted.bytes += table_bytes(named)
@@ -121,9 +117,9 @@ class Shards:
     # --- moving the shards of a host that is about to end -------------------------------------------------------------
 
     def inherit(self, host: str) -> None:
-        for key in self._peers.call(host, "shard_keys"):
+        for key in self._call_host(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
-                shard = _Shard.of(own_copy(from_wire(self._peers.call(host, "whole_shard", key))))
+                shard = _Shard.of(own_copy(from_wire(self._call_host(host, "whole_shard", key))))
                 moved.bytes = shard.nbytes
             with self._lock:
                 self._shards[inherited(host, key)] = shard

@@ -132,10 +132,9 @@ def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: T
         f"it must return an advantage per response, a tensor [rows] of shape {shape[:1]}, or per token, [rows, tokens] "
         f"of shape {shape}; or (advantages, returns)"
     )
-    if not isinstance(returned, Tensor):
-        raise BadInput(f"{what} {kind_of(returned)}", rule)
-    if list(returned.shape) not in (shape, shape[:1]):
-        remedy = "was it averaged over the batch? Give each response or token its own" if returned.ndim == 0 else ""
+    if not isinstance(returned, Tensor) or list(returned.shape) not in (shape, shape[:1]):
+        averaged = isinstance(returned, Tensor) and returned.ndim == 0
+        remedy = "was it averaged over the batch? Give each response or token its own" if averaged else ""
         raise BadInput(f"{what} {kind_of(returned)}", rule, remedy)
     if returned.is_complex() or returned.dtype == torch.bool:
         raise BadInput(f"{what} a tensor of {returned.dtype}", f"{rule}, of a real dtype")

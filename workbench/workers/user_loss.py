@@ -39,6 +39,7 @@ from workbench.errors.plain_text import said, shown
 from workbench.messages.metrics import Mean
 from workbench.models.heads import PackedModule
 from workbench.models.packing import to_device
+from workbench.models.spec import Model
 from workbench.support.calls.pickling import by_value, name_of
 from workbench.support.named_fields import remedy_for
 from workbench.workers.micro_batches import MicroBatch, OnDevice
@@ -64,11 +65,7 @@ class ParameterNames:
     @classmethod
     def of(cls, function: UserFunction) -> ParameterNames:
         """Return what a function asks for, without parameters that `functools.partial` has bound by name."""
-        bound: set[str] = set()
-        inner = function
-        while isinstance(inner, functools.partial):
-            bound |= set(inner.keywords)
-            inner = inner.func
+        bound = function.keywords if isinstance(function, functools.partial) else ()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         own = [p for p in (parameters_of(function) or {}).values() if p.kind in named and p.name not in bound]
         return cls(
@@ -126,6 +123,14 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
             f"its parameters must be among: {', '.join(known)}",
             f"{near + ', or ' if near else ''}give the parameter a default",
         )
+
+
+def check_asked(
+    argument: str, given: Collection[str], arguments: Mapping[str, Any], model: Model, columns: Collection[str]
+) -> None:
+    """Call `check_names` for an operation's argument if it is a function: `check_columns` of the operation."""
+    if callable(arguments[argument]):
+        check_names(argument, arguments[argument], given, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +232,8 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> An
     pass unchanged: the update then continues with smaller micro-batches."""
     try:
         return function(**values)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
     except BaseException as error:
-        if must_propagate(error):
+        if must_propagate(error) or isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
         try_it = f"{CALL_IT}; lab.check(loss=, batch=) tries it" if argument == "loss" else CALL_IT
         raise StageError(f"{argument}={name_of(function)} raised {error_with_line(error)}", "", try_it) from error

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Slice = tuple[str, Box]
 Sent = Tensor | Patch
-HostCall = Callable[..., Any]
+HostCall = Callable[..., Any]  # call(host, method, *arguments): calls a method of another host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +240,7 @@ class WeightSource(Protocol):
 
 
 class WeightExchange:
-    """One host's part of the exchange: what its roles have published, and access to what other hosts have published.
-
-    call: `call(host, method, *arguments)` calls a method of another host.
-    """
+    """One host's part of the exchange: what its roles have published, and access to what other hosts have published."""
 
     def __init__(self, host: str, recorder: Recorder, call: HostCall) -> None:
         self._host, self._recorder, self._call = host, recorder, call
@@ -285,33 +282,29 @@ class WeightExchange:
 
     def contents(self, published: Published) -> Contents:
         """Return the description of published weights, from the publisher's first rank."""
-        host = published.hosts[0]
-        here = host == self._host
-        found = self.snapshot(published.key).contents if here else self._call(host, "published_contents", published.key)
+        host, key = published.hosts[0], published.key
+        found = self.snapshot(key).contents if host == self._host else self._call(host, "published_contents", key)
         assert isinstance(found, Contents)
         return found
-
-    def is_here(self, published: Published, rank: int) -> bool:
-        return published.hosts[rank] == self._host
 
     def pull(
         self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> Pulled:
         began = time.perf_counter()
-        if self.is_here(published, rank):
+        if published.hosts[rank] == self._host:
             snapshot = self.snapshot(published.key)
             sums = snapshot.checksums(wanted) if checksums else []
             return Pulled(snapshot.sent(wanted, since), sums, began, time.perf_counter())
-        arrays, sums = self._call(published.hosts[rank], "cut_weights", published.key, wanted, checksums, since)
-        parts = [array if isinstance(array, Patch) else tensor_over(array) for array in arrays]
+        found, sums = self._call(published.hosts[rank], "cut_weights", published.key, wanted, checksums, since)
+        parts = [part if isinstance(part, Patch) else tensor_over(part) for part in found]
         return Pulled(parts, sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
         """See `WeightSource`; slices that are already on this host are not recorded."""
-        if self.is_here(published, rank):
+        if published.hosts[rank] == self._host:
             return False
-        shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder
-        recorder.add_transfer(
+        shift = self._recorder.now_s() - time.perf_counter()
+        self._recorder.add_transfer(
             published.hosts[rank], self._host, pulled.start_s + shift, pulled.end_s + shift,
             bytes=pulled.nbytes, columns=what, kind=published.kind,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from workbench.resharding.engine import Arrival, ReshardingEngine, convert_shard
 from workbench.resharding.patches import PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
-from workbench.resharding.weights import Weight, model_weights
+from workbench.resharding.weights import model_weights
 from workbench.settings.engines import Generation, SyncMode
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.worker import Context
@@ -154,7 +154,7 @@ class WeightTransitions:
         self._generator.update_weights(weights, self._trainer.steps)
         noted.strategy, arrival = strategy, Arrival()
         if self._spec.generation.check_sync:
-            arrival = transition.arrival()
+            arrival = transition.engine.arrival()
             noted.sent, noted.received = arrival.sent, arrival.received
         noted.moved_bytes, noted.whole_bytes = exchange.received_bytes - received, exchange.whole_bytes - whole
         noted.taken_bytes = transition.handed_bytes - handed
@@ -175,13 +175,9 @@ class WeightTransitions:
         """Make the same error on every rank: which weights, on which ranks."""
         names = [weight.name for weight in transition.plan.weights]
         mine = torch.tensor([[names.index(name), source] for name, source in arrival.differ], dtype=torch.int64)
-        found = self._context.communicator.all_gather(mine.view(-1, 2))
-        said = [
-            f"{names[n]} on rank {rank}, from rank {source}"
-            for rank, rows in enumerate(found)
-            for n, source in rows.tolist()
-        ]
-        return not_as_sent(self._trainer.steps, said)
+        found = enumerate(self._context.communicator.all_gather(mine.view(-1, 2)))
+        pairs = [(f"{names[n]} on rank {rank}", source) for rank, rows in found for n, source in rows.tolist()]
+        return not_as_sent(self._trainer.steps, [f"{where}, from rank {source}" for where, source in pairs])
 
 
 class WeightTransition:
@@ -195,7 +191,7 @@ class WeightTransition:
     def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
         self.plan, self.handed_bytes = plan, 0
         self.exchange = PatchingExchange(communicator)
-        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, self.exchange, checksums=checksums)
+        self._rank, self.engine = communicator.rank, ReshardingEngine(plan, self.exchange, checksums=checksums)
         self._by_name = {weight.name: weight for weight in plan.weights}
         figures = plan.figures()
         self.kept_twice_bytes = int(figures.kept_twice.sum())
@@ -208,24 +204,17 @@ class WeightTransition:
 
         trained: this rank's slices (`plan.trained`), by transformers' names; they do not change.
         """
-        held = {name: self._source_shard(self._by_name[name], tensor).to(dtype) for name, tensor in trained.items()}
-        for layer in self._engine.layers(held):
-            for name, shard in layer.items():
-                self.handed_bytes += shard.nbytes
-                yield name, self._whole(self._by_name[name], shard)
-
-    def arrival(self) -> Arrival:
-        """Compare what the last transition received with what was sent, see `ReshardingEngine.arrival`."""
-        return self._engine.arrival()
-
-    def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
-        """Return the part of the trained slice that this rank has in the plan: all of it, or a flat part."""
-        mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
-        assert mine is not None and source is not None
-        return convert_shard(tensor, mine, source)
-
-    def _whole(self, weight: Weight, shard: Tensor) -> Tensor:
-        rows, columns = weight.matrix
-        mine = self.plan.destination.shard(weight, self._rank)
-        assert mine is not None
-        return convert_shard(shard, mine, WeightShard(((0, rows, 0, columns),), weight.shape))
+        plan, rank, held = self.plan, self._rank, {}
+        for name, tensor in trained.items():
+            weight = self._by_name[name]
+            mine, source = plan.trained.shard(weight, rank), plan.source.shard(weight, rank)
+            assert mine is not None and source is not None
+            held[name] = convert_shard(tensor, mine, source).to(dtype)
+        for layer in self.engine.layers(held):
+            for name, tensor in layer.items():
+                self.handed_bytes += tensor.nbytes
+                weight = self._by_name[name]
+                rows, columns = weight.matrix
+                mine = plan.destination.shard(weight, rank)
+                assert mine is not None
+                yield name, convert_shard(tensor, mine, WeightShard(((0, rows, 0, columns),), weight.shape))

@@ -101,6 +101,7 @@ class Worker:
 
     def __init__(self, spec: Model, context: Context) -> None:
         self.spec, self.context = spec, context
+        self._notes: list[str] = []  # for the user, about the current operation
 
     @property
     def layout(self) -> Layout:
@@ -125,7 +126,8 @@ class Worker:
 
     def take_notes(self) -> tuple[str, ...]:
         """Return notes for the user about the last operation, beside `Output.notes`; each note is returned once."""
-        return ()
+        notes, self._notes = tuple(self._notes), []
+        return notes
 
     def offload(self) -> None:
         """Free the device's memory for other roles; called before their stages, see `wb.open(share_memory=...)`."""

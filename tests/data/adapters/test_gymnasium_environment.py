@@ -89,8 +89,6 @@ def test_texts_are_actions_and_the_rows_seed_is_the_environments(tmp_path: Path)
 
 
 def test_wrong_settings_are_refused() -> None:
-    with expect_error(BadInput, value="options is_slippery", rule=r"are only for gymnasium\.make"):
-        wb.adapters.Gymnasium(Echo, is_slippery=True)
     with expect_error(BadInput, value="actions"):
         wb.adapters.Gymnasium("FrozenLake-v1", actions="left")
     environment = wb.adapters.Gymnasium("Pendulum-v1")()

@@ -170,8 +170,10 @@ def test_a_resumed_program_keeps_what_it_had_saved(tmp_path: Path) -> None:
         program(resume=tmp_path / "1")
     shutil.rmtree(tmp_path / "2")
     assert program(resume=tmp_path / "1") == [2, 3]
-    with wb.restore(tmp_path / "1", name="other") as lab, expect_error(BadInput, value="1' is not empty"):
-        lab.save(tmp_path / "1")
+    with wb.restore(tmp_path / "1", name="other") as lab:
+        with expect_error(BadInput, value="1' is not empty", rule="saved to '.*1-2'"):
+            lab.save(tmp_path / "1")
+        assert find_checkpoint(tmp_path / "1-2").iteration == lab.iteration
 
 
 def names(folder: Path) -> list[str]:
@@ -268,7 +270,7 @@ def test_bad_input(run: Uninterrupted, tmp_path: Path) -> None:
     assert "x" not in [lab["name"] for lab in wb.ls()]
     with tiny_lab("x", tmp_path, backend="inline") as lab:
         with expect_error(BadInput, value="is not empty", rule="new or empty"):
-            lab.save(run.folder / "two")
+            lab.save(run.folder)
         with expect_error(BadInput, value="inside lab.kept"), lab.kept("actor"):
             lab.save(tmp_path / "in")
         with expect_error(BadInput, value="keep=0"):

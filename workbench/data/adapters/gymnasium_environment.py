@@ -6,15 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import MissingDependency
 from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
     import gymnasium
 
     from workbench.models.turn_messages import Message
-
-NUMBER = re.compile(r"-?\d+")
 
 
 class Gymnasium:
@@ -24,7 +22,8 @@ class Gymnasium:
         lake = wb.adapters.Gymnasium("FrozenLake-v1", actions=["left", "down", "right", "up"], render_mode="ansi")
         lab.actor.generate_sequences(batch, environment=lake, max_turns=30)
 
-    make: the id of a registered environment, or a function that makes one. options: for `gymnasium.make`.
+    make: the id of a registered environment, or a function that makes one. options: for `gymnasium.make`, or for that
+    function.
     actions: the names of the actions 0, 1, ... of a discrete space; the last of these words in a turn is the action.
         None: the last whole number in a turn is the action. In a space of texts, the whole turn is the action.
     show: turns an observation into the model's text; None: `render()` if render_mode="ansi", else `str`.
@@ -37,15 +36,13 @@ class Gymnasium:
     @checked_call("wb.adapters.Gymnasium")
     def __init__(
         self,
-        make: str | Callable[[], Any],
+        make: str | Callable[..., Any],
         *,
         actions: Sequence[str] | None = None,
         show: Callable[[Any], str] | None = None,
         wrong_reward: float = 0.0,
         **options: Any,
     ) -> None:
-        if callable(make) and options:
-            raise BadInput(f"options {', '.join(options)}", "are only for gymnasium.make", "give them to the function")
         self.make, self.options = make, options
         self.actions, self.show, self.wrong_reward = actions, show, wrong_reward
 
@@ -72,7 +69,7 @@ class GymnasiumConversation:
 
         self._settings, make = settings, settings.make
         self._environment: gymnasium.Env[Any, Any] = (
-            gymnasium.make(make, **settings.options) if isinstance(make, str) else make()
+            gymnasium.make(make, **settings.options) if isinstance(make, str) else make(**settings.options)
         )
         self._space = self._environment.action_space
 
@@ -112,7 +109,7 @@ class GymnasiumConversation:
                 raise ValueError(f"No action was named. Say one of: {', '.join(names)}.")
             return int(self._space.start) + [name.lower() for name in names].index(found[-1])
         first, last = int(self._space.start), int(self._space.start + self._space.n - 1)
-        numbers = [int(number) for number in NUMBER.findall(said)]
+        numbers = [int(number) for number in re.findall(r"-?\d+", said)]
         if not numbers or not first <= numbers[-1] <= last:
             raise ValueError(f"No action was named. Say a number from {first} to {last}.")
         return numbers[-1]

@@ -13,9 +13,10 @@ import asyncio
 import functools
 import sys
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
-T = TypeVar("T")
 ASKING_S = 60.0  # the time limit for starting a server and listing its tools
 ANSWERING_S = 5.0  # the time limit for listing them again, after a call that was cancelled
 
@@ -66,7 +66,8 @@ def mcp_tools(command: Sequence[str], *, environment: Mapping[str, str] | None =
             return list((await client.list_tools()).tools)
 
     try:
-        found = {tool.name: tool for tool in _run(ask())}
+        with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop, like a notebook
+            found = {tool.name: tool for tool in thread.submit(asyncio.run, ask()).result()}
     except MissingDependency:
         raise
     except Exception as error:
@@ -86,14 +87,6 @@ def mcp_tools(command: Sequence[str], *, environment: Mapping[str, str] | None =
         )
         for name, tool in found.items()
     ]
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, even if the caller runs an event loop, like a notebook."""
-    import concurrent.futures
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
 
 
 def _first(error: BaseException) -> str:
@@ -170,7 +163,6 @@ async def _connected(server: Server) -> Connection:
 
 
 async def _call(server: Server, name: str, /, **arguments: Any) -> str:
-    """Call a tool; return the text of its result."""
     result = await (await _connected(server)).call(name, arguments)
     text = "\n".join(part.text for part in result.content if part.type == "text")
     if result.is_error:

@@ -9,7 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -181,9 +181,9 @@ class Response:
 
     row: int
     ids: list[int]
-    log_probs: list[float]
-    ending: Ending
-    sets: list[Sequence[int]]
+    log_probs: list[float] = field(default_factory=list)
+    ending: Ending = "length"
+    sets: list[Sequence[int]] = field(default_factory=list)
 
 
 class Decoding(ABC):
@@ -214,13 +214,13 @@ class Decoding(ABC):
         `ids` include them, its `log_probs` are of the drawn tokens only.
         """
         room = response_room(row, [*prompt_ids, *begun], room, self._settings, self._vocab_size)
-        self._add(row, prompt_ids, seed, room, self._ends if stop is None else self._ends.with_strings(stop), begun)
+        ends = self._ends if stop is None else self._ends.with_strings(stop)
+        self._add(Response(row=row, ids=[*begun]), prompt_ids, seed, room, ends)
 
     @abstractmethod
-    def _add(
-        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
-    ) -> None:
-        """Add a row that has been checked. ends: decides where the row ends; its token ids are those of all rows."""
+    def _add(self, response: Response, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+        """Add a row that has been checked. response: gets its tokens. ends: decides where the row ends; its token ids
+        are those of all rows."""
 
     @abstractmethod
     def step(self) -> list[Response]:
@@ -260,14 +260,12 @@ class GenerationEngine(ABC):
 
         If `progress` raises, all rows are dropped.
         """
-        if len(seeds) != len(prompt_ids):
-            raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt needs its own seed")
         made: dict[int, Response] = {}
         had_of_rows = [()] * len(seeds) if begun is None else begun
         with self.decoding(sampling, keep_cache=keep_cache) as decoding:
             for row, (ids, seed, had) in enumerate(zip(prompt_ids, seeds, had_of_rows, strict=True)):
                 if had is None or len(had) >= sampling.max_new_tokens:
-                    made[row] = Response(row=row, ids=[*(had or ())], log_probs=[], ending="length", sets=[])
+                    made[row] = Response(row=row, ids=[*(had or ())])
                     continue
                 room = sampling.max_new_tokens - len(had)
                 decoding.add(row, ids, seed, min(room, pause_after or room), begun=had)

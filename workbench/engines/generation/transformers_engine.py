@@ -14,7 +14,7 @@ import heapq
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,19 +137,16 @@ JOIN = 8  # rows wait until an eighth of the batch is free: each forward pass of
 
 @dataclass
 class _Row:
-    row: int
+    response: Response
     prompt_ids: Sequence[int]
     seed: int
     room: int
     ends: Endings
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    sets: list[Sequence[int]] = field(default_factory=list)
 
     @property
     def read(self) -> list[int]:
         """The tokens that the model reads before it draws the next one."""
-        return [*self.prompt_ids, *self.ids]
+        return [*self.prompt_ids, *self.response.ids]
 
 
 class TransformersDecoding(Decoding):
@@ -180,10 +177,8 @@ class TransformersDecoding(Decoding):
     def open(self) -> int:  # type: ignore[override]
         return len(self._rows) + len(self._waiting)
 
-    def _add(
-        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
-    ) -> None:
-        new = _Row(row, prompt_ids, seed, len(begun) + room, ends, [*begun])
+    def _add(self, response: Response, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+        new = _Row(response, prompt_ids, seed, len(response.ids) + room, ends)
         heapq.heappush(self._waiting, (len(new.read), self._added, new))
         self._added += 1
 
@@ -200,7 +195,7 @@ class TransformersDecoding(Decoding):
 
     def _next(self) -> Tensor:
         """Return the logits after the newest token of each row, [B, V]."""
-        newest = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._mask_BT.device)
+        newest = torch.tensor([[row.response.ids[-1]] for row in self._rows], device=self._mask_BT.device)
         self._mask_BT = F.pad(self._mask_BT, (0, 1), value=1)
         return self._forward(newest, self._mask_BT, self._cache)
 
@@ -238,37 +233,35 @@ class TransformersDecoding(Decoding):
 
     def _draw(self, logits_BV: Tensor) -> None:
         """Draw the next token of each row, with its log-probability."""
-        rows = self._rows
-        scores_BV = self._distribution.of(logits_BV, [row.prompt_ids for row in rows], [row.ids for row in rows])
+        rows, responses = self._rows, [row.response for row in self._rows]
+        made = [response.ids for response in responses]
+        scores_BV = self._distribution.of(logits_BV, [row.prompt_ids for row in rows], made)
         probs_BV = scores_BV.softmax(dim=-1)
         if self._greedy:
             tokens_B = probs_BV.argmax(-1)
         else:
-            tokens_B = draw(probs_BV, [row.seed for row in rows], [len(row.ids) for row in rows])
+            tokens_B = draw(probs_BV, [row.seed for row in rows], [len(ids) for ids in made])
         log_probs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
-        for row, token, log_prob in zip(rows, tokens_B.tolist(), log_probs_B.tolist(), strict=True):
-            row.ids.append(token)
-            row.log_probs.append(log_prob)
+        for response, token, log_prob in zip(responses, tokens_B.tolist(), log_probs_B.tolist(), strict=True):
+            response.ids.append(token)
+            response.log_probs.append(log_prob)
         if self._keeps_sets:  # an empty set means all tokens
             kept = torch.isfinite(scores_BV).cpu()
             kept &= ~kept.all(-1, keepdim=True)
-            for row, ids in zip(rows, kept.nonzero()[:, 1].split(kept.sum(-1).tolist()), strict=True):
-                row.sets.append(ids.tolist())
+            for response, ids in zip(responses, kept.nonzero()[:, 1].split(kept.sum(-1).tolist()), strict=True):
+                response.sets.append(ids.tolist())
         self.tokens += len(rows)
 
     def _leave(self) -> list[Response]:
         """Remove the rows that have ended from the batch, and the padding that only they required."""
         ended, stay = list[Response](), list[int]()
         for i, row in enumerate(self._rows):
-            ending = row.ends.of(row.ids[-row.ends.tail :], len(row.ids))
-            if ending is None and len(row.ids) < row.room:
+            ids = row.response.ids
+            ending = row.ends.of(ids[-row.ends.tail :], len(ids))
+            if ending is None and len(ids) < row.room:
                 stay.append(i)
-                continue
-            ended.append(
-                Response(
-                    row=row.row, ids=row.ids, log_probs=row.log_probs, ending=ending or "length", sets=row.sets
-                )
-            )  # fmt: skip
+            else:
+                ended.append(replace(row.response, ending=ending or "length"))
         if ended and not stay:
             self._rows, self._cache = [], DynamicCache()
         elif ended:
@@ -342,7 +335,7 @@ class TransformersEngine(GenerationEngine):
     def update_weights(
         self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
     ) -> int:
-        """See the base class. Raises `SyncError` when names do not match the model's."""
+        """See the base class. Raises `SyncError` if weights of the model do not come."""
         taken = 0
         self.weights_version = -1  # until every weight has arrived
         if self._owns_model:
@@ -351,12 +344,6 @@ class TransformersEngine(GenerationEngine):
             mine = dict(self.readable_weights())
             missing = {id(parameter): name for name, parameter in mine.items()}
             for name, weight in named_weights:
-                if name not in mine:
-                    raise SyncError(
-                        f"weight {name!r} is not in the generating model",
-                        "trainer and engine must have the same architecture",
-                        "build both from the same model folder",
-                    )
                 mine[name].copy_(weight)
                 missing.pop(id(mine[name]), None)
                 taken += mine[name].nbytes

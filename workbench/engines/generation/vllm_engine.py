@@ -38,7 +38,6 @@ from workbench.engines.generation.vllm_start import (
     give_adapter,
     held_adapter,
     process_kept,
-    request,
     start_engine,
     stream_kept,
     takes_adapter,
@@ -103,16 +102,19 @@ class VllmDecoding(Decoding):
         with self._stack, self._working():
             _abort(self._engine)
 
-    def _add(
-        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
-    ) -> None:
+    def _add(self, response: Response, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        begun, name = response.ids, f"row-{next(_numbers)}"
         least = max(0, self._sampling.min_new_tokens - len(begun))
         sampling = replace(self._sampling, min_new_tokens=least) if begun else self._sampling
-        params = sampling_params(
-            sampling, self._ends.token_ids, turn_seed(seed, len(begun)), room, self._vocab_size
+        params = sampling_params(sampling, self._ends.token_ids, turn_seed(seed, len(begun)), room, self._vocab_size)
+        request = self._engine.input_processor.process_inputs(
+            name, tokens_input([*prompt_ids, *begun]), params, self._engine.get_supported_tasks(),
+            lora_request=self._adapter,
         )  # fmt: skip
-        response = Response(row=row, ids=[*begun], log_probs=[], ending="length", sets=[])
-        self._running[_request(self._engine, [*prompt_ids, *begun], params, self._adapter)] = response, ends
+        self._client.add_request(request)
+        self._running[name] = response, ends
 
     def step(self) -> list[Response]:
         ended, stopped = list[Response](), list[str]()
@@ -151,18 +153,6 @@ def _sets(logprobs: Any, vocabulary: int) -> list[list[int]]:
             "sample with a smaller top_k or top_p, so that fewer tokens are as likely as the last one",
         )
     return [np.sort(row[here]).tolist() for row, here in zip(ids, kept, strict=True)]
-
-
-def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -> str:
-    """Queue a row; return its request id."""
-    from vllm.inputs.engine import tokens_input
-
-    name = f"row-{next(_numbers)}"
-    request = engine.input_processor.process_inputs(
-        name, tokens_input(list(token_ids)), params, engine.get_supported_tasks(), lora_request=adapter
-    )
-    engine.engine_core.add_request(request)
-    return name
 
 
 def _abort(engine: Any) -> None:
@@ -254,10 +244,9 @@ class VllmEngine(GenerationEngine):
         self._settings, self._threads, self._on_cpu = settings, threads, device.type == "cpu"
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._tokenizer = load_tokenizer(model_path)
-        if (Path(model_path) / "generation_config.json").exists():
-            self._end_ids = end_token_ids(GenerationConfig.from_pretrained(model_path), self._tokenizer)
-        else:
-            self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
+        has_own = (Path(model_path) / "generation_config.json").exists()
+        ends = GenerationConfig.from_pretrained(model_path) if has_own else config.get_text_config()
+        self._end_ids = end_token_ids(ends, self._tokenizer)
         self.weights_version = 0
         # idle: not used since it last slept, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
@@ -338,8 +327,7 @@ class VllmEngine(GenerationEngine):
         self._wake("weights")
         with self._working():
             if self._lora is not None:
-                give_adapter(self._runner, dict(counted()), self._lora, self._dtype)
-                self._adapter = request()
+                self._adapter = give_adapter(self._runner, dict(counted()), self._lora, self._dtype)
             elif self._copies is None:
                 self._load_again(counted(), partial)
             else:

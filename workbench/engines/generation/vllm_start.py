@@ -43,7 +43,6 @@ from workbench.support.replaced import replaced
 from workbench.telemetry import span
 
 NUMBER = 1  # vLLM's number of the one adapter
-NAME = "adapter"
 
 
 def takes_adapter(config: Any, lora: LoRA) -> bool:
@@ -63,17 +62,12 @@ def start_arguments(lora: LoRA) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
-def request() -> Any:
-    """Return vLLM's request with which a row is computed with the adapter."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=NAME, lora_int_id=NUMBER, lora_path="in memory")
-
-
-def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: torch.dtype) -> None:
-    """Replace the engine's adapter. tensors: whole, by peft's names; B is already scaled by alpha / rank."""
+def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: torch.dtype) -> Any:
+    """Replace the engine's adapter; return vLLM's request with which a row is computed with it. tensors: whole, by
+    peft's names; B is already scaled by alpha / rank."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
 
     manager = _manager(runner)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -88,6 +82,7 @@ def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: 
     manager.remove_adapter(NUMBER)
     manager.add_adapter(adapter)
     manager.activate_adapter(NUMBER)
+    return LoRARequest(lora_name="adapter", lora_int_id=NUMBER, lora_path="in memory")
 
 
 def held_adapter(runner: Any, lora: LoRA) -> Iterator[tuple[str, Tensor]]:

@@ -20,11 +20,9 @@ def make_training_engine(
     if settings is not None and settings.engine == "deepspeed":
         from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, DeepSpeedTensorEngine
 
-        if groups.model_parallel:
-            return DeepSpeedTensorEngine(module, settings, groups, device=device, dtype=dtype)
-        return DeepSpeedEngine(module, settings, groups.data, device=device, dtype=dtype)
+        zero = DeepSpeedTensorEngine if groups.model_parallel else DeepSpeedEngine
+        return zero(module, settings, groups, device=device, dtype=dtype)
     from workbench.engines.training.torch_engine import Torch3DEngine, TorchEngine
 
-    if groups.model_parallel:
-        return Torch3DEngine(module, settings, groups, device=device, dtype=dtype)
-    return TorchEngine(module, settings, groups.data, device=device, dtype=dtype)
+    plain = Torch3DEngine if groups.model_parallel else TorchEngine
+    return plain(module, settings, groups, device=device, dtype=dtype)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from workbench.engines.communicator import Communicator
+from workbench.engines.communicator import Communicator, ParallelGroups
 from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.training.steps import MOMENTS, LossScale, Pass, StateKind, StepReport, learning_rate
 from workbench.errors import BadInput
-from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, merged_weight
+from workbench.models.heads import PackedModule
+from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, merged_weight
 from workbench.settings.training import Training
 from workbench.telemetry import span
 
@@ -32,12 +33,16 @@ class TrainingEngine(ABC):
     trained: all, or those of an adapter.
     """
 
-    module: nn.Module
+    module: PackedModule
     settings: Training | None
     steps: int
     loss_scale: LossScale | None = None  # for a trained module in fp16
     half_moved = False  # whether the last step broke off after the optimizer began to change weights
     _dtype: torch.dtype
+    _groups: ParallelGroups
+
+    def _reduce(self, module: PackedModule) -> None:  # noqa: B027  (most engines hold it whole)
+        """Reduce a module that is sharded over ranks to this rank's shard, in place."""
 
     @abstractmethod
     def forward(self, **inputs: Any) -> Any:
@@ -64,10 +69,7 @@ class TrainingEngine(ABC):
 
         If a loss raises, the state is as before the step. A step whose gradient norm is not finite is skipped.
         """
-        if self.settings is None:
-            raise BadInput("step() on a module that is not trained", "training needs settings", "pass Training()")
-        if not passes:
-            raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
+        assert self.settings is not None
         rate = rate_scale * learning_rate(self.settings, self.steps)
         scale = None if self.loss_scale is None else self.loss_scale.scale
         self.load()
@@ -100,11 +102,10 @@ class TrainingEngine(ABC):
         """Yield the full gradient of each weight that `step` would apply for these micro-batches, unclipped, by
         transformers' names, one at a time (every rank must iterate to the end). Afterwards, and if a loss raises,
         nothing has changed."""
-        names = transformers_names(self.module)
         with self.whole_gradients(passes):
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self._named_parameters():
                 if (gradient := self._gradient(parameter)) is not None:
-                    yield names.get(name, name), gradient
+                    yield name, gradient
 
     @abstractmethod
     def whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
@@ -156,10 +157,9 @@ class TrainingEngine(ABC):
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights as `named_weights` does, but in their stored dtype, and without adding an adapter: equal on
         data-parallel ranks."""
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named_parameters():
             with self.gathered([parameter]):
-                yield names.get(name, name), parameter.detach()
+                yield name, parameter.detach()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by transformers' names, one at a time (gathered if sharded; every rank must iterate to the
@@ -168,7 +168,7 @@ class TrainingEngine(ABC):
         They are in the dtype with which the engine was made. A tensor may be a live parameter: copy it if it must
         outlast a step.
         """
-        names, adapted = transformers_names(self.module), adapted_layers(self.module)
+        names, adapted = self.module.weight_names(), adapted_layers(self.module)
         for name, parameter in self.module.named_parameters():
             if name not in names:  # an adapter's parameter
                 continue
@@ -181,9 +181,8 @@ class TrainingEngine(ABC):
         """Yield this rank's part of the weights, live, by transformers' names, in the stored dtype; without any
         communication. With a layout (p, t, d) these are slices of the weights of its stage, cut as
         `workbench.resharding.weights` defines; with ZeRO-3 flat shards without their padding."""
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
-            yield names.get(name, name), parameter.detach()
+        for name, parameter in self._named_parameters():
+            yield name, parameter.detach()
 
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the module's adapter by peft's names, as they are stored; else like `named_weights`."""
@@ -194,14 +193,21 @@ class TrainingEngine(ABC):
 
     def scaled_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights as `named_adapter` does, with B times alpha / rank, for engines that know no scale."""
-        scales = {f"base_model.{n}.lora_B.weight": scale for n, scale in adapter_scales(self.module).items()}
+        scales = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(self.module).items()}
         for name, weight in self.named_adapter():
-            yield name, weight * scales[name] if name in scales else weight
+            layer, is_b, _ = name.removeprefix("base_model.").partition(".lora_B.")
+            yield name, weight * scales[f"{layer}.base_layer.weight"] if is_b else weight
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters by transformers' names, those of an adapter by their own."""
+        names = self.module.weight_names()
+        return ((names.get(name, name), parameter) for name, parameter in self.module.named_parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, by `state_names`."""
-        names = state_names(self.module)
-        return {names[name]: parameter for name, parameter in self.module.named_parameters()}
+        """Return this rank's parameters by the names of their state: transformers', and for those of an adapter their
+        layer's with ".lora_A.weight" or ".lora_B.weight"."""
+        names, own = self.module.weight_names(), self.module.named_parameters()
+        return {names.get(n) or n.removeprefix("model.").replace(f".{ADAPTER}.", "."): p for n, p in own}
 
     def state_dict(self) -> dict[str, Any]:
         """Return step count, trained weights and their moments on this rank, as CPU copies."""
@@ -229,9 +235,9 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of the weights, or of their moments, live, by `state_names`; without communication.
-        Cut as `workbench.placement.state` defines: fp32, and weights that are not trained in their dtype. Before the
-        first optimizer step there are no moments."""
+        """Yield this rank's part of the weights, or of their moments, live, by the names of `_parameters`; without
+        communication. Cut as `workbench.placement.state` defines: fp32, and weights that are not trained in their
+        dtype. Before the first optimizer step there are no moments."""
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
@@ -281,26 +287,12 @@ class TrainingEngine(ABC):
         return HostMemory()
 
 
-def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, frozen: torch.dtype) -> nn.Module:
+def place(module: PackedModule, device: torch.device, *, trained: torch.dtype, frozen: torch.dtype) -> PackedModule:
     """Put `module` in eval mode on `device`, with trained and frozen parameters in these dtypes; buffers, such as
     rotary frequencies, keep theirs."""
     for parameter in module.to(device).parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     return module.eval()
-
-
-def transformers_names(module: nn.Module) -> dict[str, str]:
-    """Map parameter names in `module` to transformers' names: by its own `weight_names()`, else unchanged."""
-    own = getattr(module, "weight_names", None)
-    return own() if own is not None else {name: name for name, _ in module.named_parameters()}
-
-
-def state_names(module: nn.Module) -> dict[str, str]:
-    """Map parameter names in `module` to transformers' names; an adapter's parameters get their layer's name with
-    ".lora_A.weight" or ".lora_B.weight"."""
-    names = transformers_names(module)
-    own = (name for name, _ in module.named_parameters())
-    return {n: names.get(n) or n.removeprefix("model.").replace(f".{ADAPTER}.", ".") for n in own}
 
 
 def recompute_activations(module: nn.Module) -> None:

@@ -18,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.communicator import Communicator, ParallelGroups
+from workbench.engines.communicator import ParallelGroups
 from workbench.engines.training.base import (
     TrainingEngine,
     place,
     recompute_activations,
     require_equal_parameters,
-    state_names,
-    transformers_names,
 )
-from workbench.engines.training.model_shard import ShardedEngine, shard_model
+from workbench.engines.training.model_shard import ShardedEngine
 from workbench.engines.training.steps import (
     ADAM,
     MOMENTS,
@@ -61,25 +59,25 @@ class DeepSpeedEngine(TrainingEngine):
     `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
     at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of `BUCKET_ELEMENTS` stays on the device.
 
-    torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
-    with slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole.
+    torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
     """
 
     settings: Training
+    _model_parallel: Any = None  # the ranks with slices of one model, by the methods of Megatron's `mpu`
     _tensor_ranks: ClassVar[int] = 1  # of all engines in this process; never returns to 1
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PackedModule,
         settings: Training,
-        communicator: Communicator,
+        groups: ParallelGroups,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        model_parallel: Any = None,
     ) -> None:
-        self.settings, self.steps = settings, 0
-        self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
+        self.settings, self.steps, self._groups = settings, 0, groups
+        self._reduce(module)
+        self._rank, self._world_size, self._device = groups.data.rank, groups.data.world_size, device
         self._dtype, self._stage = dtype, settings.zero_stage
         self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
         self.loss_scale = LossScale() if dtype == torch.float16 else None
@@ -94,12 +92,11 @@ class DeepSpeedEngine(TrainingEngine):
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         loaded = torch.device("cpu") if settings.cuts_weights else device
         self.module = place(module, loaded, trained=stored, frozen=dtype)
-        require_equal_parameters(module, communicator)
+        require_equal_parameters(module, groups.data)
         _forget_stale_groups()
-        self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
+        self._require_tensor_ranks(groups.tensor.world_size)
         if settings.activation_checkpointing:
             recompute_activations(module)
-        self._model_parallel = model_parallel
         self._use_own_groups()
         adam = make_optimizer(self._parameters(), settings)
         adam.register_step_pre_hook(self._begin_to_move)
@@ -109,7 +106,7 @@ class DeepSpeedEngine(TrainingEngine):
                 deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=stored)
                 module.to(device)  # its buffers
             self._engine, *_ = deepspeed.initialize(
-                model=module, optimizer=adam, config=config, mpu=model_parallel, dist_init_required=False
+                model=module, optimizer=adam, config=config, mpu=self._model_parallel, dist_init_required=False
             )
             self._linear = nn.functional.linear
 
@@ -292,13 +289,12 @@ class DeepSpeedEngine(TrainingEngine):
         if self._stage < 3:
             yield from super().local_weights()
             return
-        names = transformers_names(self.module)
         parameter: Any  # with DeepSpeed's attributes for its shards
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named_parameters():
             shard = parameter.ds_tensor.detach()
             # the last shards may be padded, or only padding
             start = min(self._rank * shard.numel(), parameter.ds_numel)
-            yield names.get(name, name), shard[: parameter.ds_numel - start]
+            yield name, shard[: parameter.ds_numel - start]
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
@@ -317,13 +313,12 @@ class DeepSpeedEngine(TrainingEngine):
         return bool(self._adam.state)
 
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
-        names = state_names(self.module)
         known = kind in ADAM or kind not in MOMENTS
-        for name, parameter in self.module.named_parameters() if known else ():
+        for name, parameter in self._parameters().items() if known else ():
             if parameter.requires_grad == (kind != "weights") and (kind not in MOMENTS or self.has_moments):
                 part = self._part(kind, parameter)
                 if part is not None:
-                    yield names[name], part.detach()
+                    yield name, part.detach()
 
     def _part(self, kind: StateKind, parameter: Any) -> Tensor | None:
         """Return this rank's part of a parameter's state, live; None: the rank has none."""
@@ -445,23 +440,15 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
     over a vocabulary that is cut.
     """
 
-    def __init__(
-        self,
-        module: PackedModule,
-        settings: Training,
-        groups: ParallelGroups,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        check_deepspeed_layout(groups.layout, settings)
-        self._groups, self._shard = groups, shard_model(module, groups)
+    def _reduce(self, module: PackedModule) -> None:
+        super()._reduce(module)
+        groups = self._groups
         for weight in self._shard.weights:  # Megatron's mark, by which DeepSpeed counts them on each rank in the norm
             self._shard.held[weight.name].tensor_model_parallel = weight.axis is not None  # type: ignore[attr-defined]
         for name in sorted(self._shard.partial):
             self._shard.held[name].register_hook(lambda gradient: groups.tensor.all_reduce(gradient.clone()))
         data = groups.data.process_group or dist.new_subgroups(1)[0]
-        ranks = SimpleNamespace(  # with Megatron's names
+        self._model_parallel = SimpleNamespace(  # with Megatron's names
             get_model_parallel_group=lambda: groups.tensor.process_group,
             get_model_parallel_world_size=lambda: groups.tensor.world_size,
             get_model_parallel_rank=lambda: groups.tensor.rank,
@@ -469,7 +456,6 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
             get_data_parallel_world_size=lambda: groups.data.world_size,
             get_data_parallel_rank=lambda: groups.data.rank,
         )
-        super().__init__(module, settings, groups.data, device=device, dtype=dtype, model_parallel=ranks)
 
 
 def check_deepspeed_layout(layout: Layout, settings: Training) -> None:

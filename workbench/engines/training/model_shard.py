@@ -4,7 +4,6 @@ shards: gathers whole weights from slices, and computes the norm of sliced gradi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engines.communicator import ParallelGroups
-from workbench.engines.training.base import TrainingEngine, transformers_names
+from workbench.engines.training.base import TrainingEngine
 from workbench.engines.training.pipeline import Pipeline
 from workbench.engines.training.steps import Pass
 from workbench.errors import BadInput
@@ -75,10 +74,6 @@ def check_shardable(config: PreTrainedConfig, layout: Layout, head: Literal["lm"
                     "in training each tensor rank has its own key-value heads: t must divide their number",
                     f"use a t that divides {part.units}",
                 )
-        if any(start == stop for start, stop in weight.intervals(layout.t - 1, layout.t)):
-            raise BadInput(
-                f"{weight.name} over t={layout.t} tensor ranks", "each rank needs a part of it", "use a smaller t"
-            )
     return weights
 
 
@@ -131,10 +126,8 @@ def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, fam
 
 def _held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
     """Return the parameters of this stage by transformers' names; tied weights are one parameter."""
-    names, by_name = transformers_names(module), {weight.name: weight for weight in weights}
-    found = {names.get(own, own): parameter for own, parameter in module.named_parameters()}
-    if differ := found.keys() ^ by_name.keys():
-        raise BadInput(f"weight {min(differ)!r}", "is not both in the model and in its configuration's class")
+    names = module.weight_names()
+    found = {names[own]: parameter for own, parameter in module.named_parameters()}
     return {weight.name: found[weight.name] for weight in weights.of_stage(groups.pipeline.rank, groups.layout.p)}
 
 
@@ -195,19 +188,18 @@ def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: Para
 class ShardedEngine(TrainingEngine):
     """Base class of engines whose ranks hold `_shard.held`, slices of the weights of their stage."""
 
-    _groups: ParallelGroups
     _shard: ModelShard
     _device: torch.device
+
+    def _reduce(self, module: PackedModule) -> None:
+        self._shard = shard_model(module, self._groups)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return self._shard.held
 
     @property
     def moved_bytes(self) -> int:
-        return self._groups.moved_bytes
-
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-        raise BadInput("gathered() of a sliced parameter", "each rank has a slice of it", "use named_weights()")
+        return self._groups.tensor.moved_bytes
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights(next(iter(self._shard.held.values())).dtype)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.communicator import Communicator, ParallelGroups
+from workbench.engines.communicator import ParallelGroups
 from workbench.engines.training.base import (
     TrainingEngine,
     place,
     recompute_activations,
     require_equal_parameters,
-    transformers_names,
 )
-from workbench.engines.training.model_shard import ShardedEngine, gradient_of, shard_model
+from workbench.engines.training.model_shard import ShardedEngine, gradient_of
 from workbench.engines.training.pipeline import Pipeline
 from workbench.engines.training.steps import (
     MOMENTS,
@@ -35,7 +35,6 @@ from workbench.engines.training.steps import (
     set_rates,
     with_moments,
 )
-from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.training import Training
@@ -52,21 +51,23 @@ class TorchEngine(TrainingEngine):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PackedModule,
         settings: Training | None,
-        communicator: Communicator,
+        groups: ParallelGroups,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        self._groups = groups
+        self._reduce(module)
         if settings is None:
             module.requires_grad_(False)
         self.module = place(module, device, trained=torch.float32, frozen=dtype)
         self.settings, self.steps = settings, 0
-        self._communicator, self._device, self._dtype = communicator, device, dtype
+        self._device, self._dtype = device, dtype
         self._optimizer = None
         if settings is not None:
-            require_equal_parameters(module, communicator)
+            require_equal_parameters(module, groups.data)
             self._optimizer = make_optimizer(self._parameters(), settings)
             self._optimizer.register_step_pre_hook(self._begin_to_move)
             self.loss_scale = LossScale() if dtype == torch.float16 else None
@@ -107,10 +108,9 @@ class TorchEngine(TrainingEngine):
         return passes if scale is None else [micro.times(scale.scale) for micro in passes]
 
     def _not_finite(self) -> str:
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named_parameters():
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                return names.get(name, name)
+                return name
         return ""
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -146,9 +146,9 @@ class TorchEngine(TrainingEngine):
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if over_replicas and self._communicator.world_size > 1:
+        if over_replicas and self._groups.data.world_size > 1:
             for bucket in _buckets(self._held_gradients):
-                flat = self._communicator.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
+                flat = self._groups.data.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
                 for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(total.view_as(gradient))
 
@@ -215,31 +215,15 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
     once in the norm.
     """
 
-    def __init__(
-        self,
-        module: PackedModule,
-        settings: Training | None,
-        groups: ParallelGroups,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._groups = groups
-        self._shard = shard_model(module, groups)
-        super().__init__(module, settings, groups.data, device=device, dtype=dtype)
-        hidden_size = int(module.get_backbone().config.get_text_config().hidden_size)
-        stored = dtype if settings is None else torch.float32
-        self._pipeline = Pipeline(module, groups, hidden_size, stored, autocast=self._autocast, span=self._pass_span)
+    @cached_property
+    def _pipeline(self) -> Pipeline:
+        hidden_size = int(self.module.get_backbone().config.get_text_config().hidden_size)
+        stored = self._dtype if self.settings is None else torch.float32
+        return Pipeline(self.module, self._groups, hidden_size, stored, autocast=self._autocast, span=self._pass_span)
 
     def forward(self, **inputs: Any) -> Any:
         if self._groups.layout.p == 1:
             return super().forward(**inputs)
-        if torch.is_grad_enabled():
-            raise BadInput(
-                f"forward() with gradients over p={self._groups.layout.p} pipeline stages",
-                "the outputs are on the last stage, and gradients start from the losses there",
-                "pass the losses to step(), or call forward() under torch.no_grad()",
-            )
         self.load("parameters")
         return self._pipeline.forward(inputs)
 

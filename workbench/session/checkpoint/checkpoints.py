@@ -34,7 +34,7 @@ from workbench.session.checkpoint.files import (
 from workbench.session.position import Position
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.support.files import new_folder, new_or_empty, path_of, real_path, write_bytes
+from workbench.support.files import new_folder, new_or_empty, real_path, write_bytes
 from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.role_state import RoleFiles
 
@@ -91,13 +91,19 @@ class Checkpoints:
 
         The folder appears once all of it is on the disk, or not at all. With several machines, all of them must see the
         folder. Waits for the stages under way. Raises `BadInput` where the folder is not empty or the disk has no room,
-        `StageError` where a rank cannot write; earlier checkpoints stay as they were. A resumed script returns the
-        checkpoint that it had saved there before.
+        `StageError` where a rank cannot write; earlier checkpoints stay as they were. Where the folder is a checkpoint,
+        as when a script runs a second time, the run is saved beside it before the error, which names that folder. A
+        resumed script returns the checkpoint that it had saved there before.
         """
         self._runner.check_driver()
-        if (saved := self._saved_before(real_path(path, "path"))) is not None:
+        folder = real_path(path, "path")
+        if (saved := self._saved_before(folder)) is not None:
             return saved
-        folder = new_or_empty(path_of(path, "path"))
+        if (folder / MANIFEST).is_file():
+            beside = self.save(_unused(folder), algorithm, models=models)
+            rule = f"it is a checkpoint, so this run was saved to {str(beside.folder)!r}"
+            raise BadInput(f"{str(folder)!r} is not empty", rule, "next time, choose another path")
+        new_or_empty(folder)
 
         def left() -> tuple[str, str]:
             if (folder / MANIFEST).is_file():
@@ -174,13 +180,8 @@ class Checkpoints:
                 there = {role: replace(files, folder=str(beside / "roles" / role)) for role, files in roles.items()}
                 self._write(beside, there, algorithm, bar)
         except WriteFailed as error:
-            raise WriteFailed(
-                f"nothing was saved to {str(folder)!r}: {error.value}", error.rule, error.remedy
-            ) from error
-        except OSError as error:
-            raise StageError(
-                f"nothing was saved to {str(folder)!r}", str(error), "earlier checkpoints are unchanged"
-            ) from error
+            error.value = f"nothing was saved to {str(folder)!r}: {error.value}"
+            raise
         self._runner.telemetry.append_event(
             "saved", folder=str(folder), iteration=self._runner.counters.iteration, seconds=time.monotonic() - began
         )

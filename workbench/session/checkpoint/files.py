@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput, MissingDependency, NotFound
-from workbench.errors.plain_text import shown
 from workbench.support import files, pickles
 from workbench.support.files import is_signed, signed
 
@@ -103,7 +102,7 @@ class Checkpoint:
         """Return the content of a file that the manifest names, after a check of its size and checksum."""
         self.require(self.folder / name)
         try:
-            data = files.read_bytes(self.folder / name, limit=None)
+            data = files.read_bytes(self.folder / name)
         except FileNotFoundError:
             raise self._damaged(name, None) from None
         now = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -231,13 +230,9 @@ def write_manifest(
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raises `BadInput` where the manifest is missing, or has another format."""
     try:
-        values = files.read_json(folder / MANIFEST)
+        return Checkpoint(folder, files.read_json(folder / MANIFEST, format=FORMAT))
     except FileNotFoundError as error:
         raise BadInput(f"{str(folder / MANIFEST)!r} cannot be read", str(error), "use another checkpoint") from error
-    if (wrote := values.get("format") if isinstance(values, dict) else None) != FORMAT:
-        what = f"checkpoint {str(folder)!r} has format {shown(wrote, 80)}"
-        raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
-    return Checkpoint(folder, values)
 
 
 def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
@@ -249,7 +244,9 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         return read_checkpoint(folder)
     inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")
-    found = [file for pattern in inside for file in folder.glob(f"{pattern}/{MANIFEST}") if not _partial(file, folder)]
+    manifests = (file for pattern in inside for file in folder.glob(f"{pattern}/{MANIFEST}"))
+    # the folder of an unfinished checkpoint has a name that begins with a dot
+    found = [file for file in manifests if not any(p.startswith(".") for p in file.relative_to(folder).parts)]
     if not found:
         raise NotFound(
             f"no checkpoint in {str(folder)!r}",
@@ -260,15 +257,10 @@ def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     return max((read_checkpoint(file.parent) for file in found), key=lambda checkpoint: checkpoint.values["saved_s"])
 
 
-def _partial(file: Path, folder: Path) -> bool:
-    """Whether a manifest is in an unfinished checkpoint, whose folder never got its final name."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _entry(folder: Path, name: str) -> dict[str, Any] | None:
     """Return size and checksum of a file; None: the file is gone."""
     try:
-        with files.opened(folder / name, limit=None) as file:
+        with files.opened(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
     except FileNotFoundError:

@@ -33,12 +33,6 @@ class Restoring:
         checkpoint.verify()
         self._before = before
         models, now = before.role_models(), description.role_models()
-        for role, model in models.items():
-            if (model is None or model.trained) and role not in (ROLLOUT, *checkpoint.values["roles"]):
-                raise BadInput(
-                    f"{checkpoint!r} lacks role {role!r}", "a checkpoint must have all trained roles",
-                    "restore from another checkpoint: this one is damaged",
-                )  # fmt: skip
         self._files: dict[str, RoleFiles] = {}
         for role, said in checkpoint.values["roles"].items():
             where = f"role {role!r} of {checkpoint!r}"

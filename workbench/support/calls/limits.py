@@ -18,13 +18,8 @@ LEAST_BYTES = 2**26
 
 @settings(called="limits: ")
 class Limits:
-    """Limits of the process that runs a reward or cost function, or an environment. A role has one process on a host.
-
-    memory_bytes: of that process, and of each one that it starts, at least 64 MiB, of which Python takes about 30;
-        None: a quarter of the machine's memory, 2 to 32 GiB.
-    own_process: False runs the function in its host, without a limit, where a call that does not return cannot be
-        ended: for functions that hold what no other process can have, such as a live model.
-    """
+    """Limits of the process that runs a reward or cost function, or an environment: see `limits`. A role has one
+    process on a host; Python takes about 30 MiB of it."""
 
     memory_bytes: Annotated[Whole, Field(ge=LEAST_BYTES)] | None = None
     own_process: bool = True
@@ -47,7 +42,7 @@ def limits(*, memory_bytes: int | None = None, own_process: bool = True) -> Call
     """
     values = {"memory_bytes": memory_bytes, "own_process": own_process}
     Limits(**values)  # type: ignore[arg-type]
-    return marked(LIMITS, values, "limits of")  # plain values: the function's process imports little
+    return marked(LIMITS, values)  # plain values: the function's process imports little
 
 
 def limits_of(function: Any) -> Limits:

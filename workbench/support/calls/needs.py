@@ -7,23 +7,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
-
 F = TypeVar("F", bound=Callable[..., Any])
 LIMITS, NEEDS = "__workbench_limits__", "__workbench_needs__"
 NOTES, AT_ONCE = "__workbench_notes__", "__workbench_at_once__"
 
 
-def marked(name: str, value: Any, called: str = "a mark of") -> Callable[[F], F]:
-    """Return a decorator that sets an attribute of a function. called: its purpose, for the error if that fails."""
+def marked(name: str, value: Any) -> Callable[[F], F]:
+    """Return a decorator that sets an attribute of a function."""
 
     def decorate(function: F) -> F:
-        try:
-            setattr(function, name, value)
-        except AttributeError:
-            remedy = "wrap it in your own function"
-            raise BadInput(f"{called} {shown(function)}", "attributes of it cannot be set", remedy) from None
+        setattr(function, name, value)
         return function
 
     return decorate

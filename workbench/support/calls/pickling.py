@@ -6,12 +6,12 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import plain_text, said, shown
+from workbench.errors.plain_text import plain_text, said
 from workbench.support.sources import editable
 
 OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # set by the import system, not by the module
@@ -100,21 +100,14 @@ def _editable_by_value() -> Iterator[Collection[ModuleType]]:
 
 
 def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> list[bytes]:
-    """Pickle the arguments of each call of a function. Raises `BadInput` with the column's name if that fails."""
+    """Pickle the arguments of each call of a function. Raises `BadInput` for values that cannot be sent."""
     try:
         return _each_by_value(calls)
-    except Exception:
-        for argument in (argument for arguments in calls for argument in arguments):
-            for column, value in argument.items() if isinstance(argument, Mapping) else [("", argument)]:
-                try:
-                    by_value(value)
-                except Exception as error:
-                    what = f"column {shown(column, 80)}" if column else "an argument"
-                    raise BadInput(
-                        f"{what} of a row for {name} cannot be sent to its process: {said(error, 200)}",
-                        "columns for a function must be texts, numbers, lists, dicts, or objects of these",
-                    ) from error
-        raise
+    except Exception as error:
+        raise BadInput(
+            f"a row for {name} cannot be sent to its process: {said(error, 200)}",
+            "columns for a function must be texts, numbers, lists, dicts, or objects of these",
+        ) from error
 
 
 def name_of(function: Any) -> str:

@@ -333,9 +333,8 @@ class Server:
         self._environment = environment
 
     def _forget(self, key: str) -> None:
-        self._functions.pop(key, None)
-        self._classes.pop(key, None)
-        self._unloadable.pop(key, None)
+        for kept in (self._functions, self._classes, self._unloadable):
+            kept.pop(key, None)
 
     def _begin(self, key: str, environment: ProcessEnvironment) -> None:
         self._adopt(environment)

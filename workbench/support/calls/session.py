@@ -143,7 +143,7 @@ class CallProcess:
             raise
 
     def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
-        """Send calls of the function `name`. Raises `BadInput`, with the column's name, if a value cannot be sent."""
+        """Send calls of the function `name`. Raises `BadInput` if a value cannot be sent."""
         packed = packed_rows([arguments for *_, arguments in work], name)
         self.send("add", [(*how, row) for (*how, _), row in zip(work, packed, strict=True)], concurrency)
 
@@ -259,8 +259,8 @@ class Session:
         """Report calls that have ended, in any order and in this thread: `done(i, value)`, or `failed(i, why)` for a
         call that raised, returned a wrong value or passed a limit. Waits until a call has ended, or `wait_s` is over.
 
-        timeout_s: for one call. If the process had to be killed, `alive` is False. Raises `BadInput`, which names the
-        column, for arguments that cannot be sent.
+        timeout_s: for one call. If the process had to be killed, `alive` is False. Raises `BadInput` for arguments that
+        cannot be sent.
         """
         if self._new:
             new, self._new = self._new, []

@@ -118,9 +118,12 @@ class Recording:
             self.refused += 1
             if isinstance(problem, Refused):
                 raise
-            raise Refused.because(
+            param = "messages" if request.kind == "chat" else "prompt"
+            if isinstance(problem, BadInput):
+                raise Refused(str(problem), param=param) from problem
+            raise Refused(
                 f"{type(problem).__name__}: {words(problem)}", "the request could not be tokenized",
-                "check its messages and tools",
+                "check its messages and tools", param=param,
             ) from problem  # fmt: skip
 
     @property
@@ -131,17 +134,17 @@ class Recording:
     def _ask(self, request: Request) -> Asked:
         most = MOST_PENDING if self._keeps else MOST_OF_ENDPOINT
         if self.pending >= most:
-            raise Refused.because(
+            raise Refused(
                 f"{self.pending} requests of this sample wait", f"at most {most} may wait at the same time",
                 "wait for an answer before you ask again", status=429, code="rate_limit_exceeded",
             )  # fmt: skip
         if self._keeps and self.turns + self.pending >= self._sampling.max_turns:
             self.ending = "max_turns"
-            raise Refused.because(
+            raise Refused(
                 f"request {self.turns + self.pending + 1} of this sample", f"max_turns={self._sampling.max_turns}",
                 "return from the function, or call generate_sequences(agent=..., max_turns=...)", code="max_turns",
             )  # fmt: skip
-        segment, new = self._segment_for(request)
+        segment, new = self._chat(request) if request.kind == "chat" else self._text(request)
         room = self._room(segment, len(new), request.most_tokens)
         if not segment.turn_ends:
             self._begin(segment)
@@ -178,7 +181,7 @@ class Recording:
         if room < 1:
             self.ending = "max_tokens"
             which = "Generation.max_model_tokens" if left < 1 else "max_new_tokens"
-            raise Refused.because(
+            raise Refused(
                 f"{len(history.prompt_ids)} tokens of the prompt and {used} after it",
                 f"the model reads {self._max_model_tokens} tokens; max_new_tokens={self._sampling.max_new_tokens} "
                 "limits the tokens after the first prompt of a conversation",
@@ -188,14 +191,8 @@ class Recording:
 
     # --- which segment it continues -----------------------------------------------------------------------------------
 
-    def _segment_for(self, request: Request) -> tuple[Segment, list[int]]:
-        """Return the segment that a request continues, or a new one, and the tokens that the harness wrote since."""
-        try:
-            return self._chat(request) if request.kind == "chat" else self._text(request)
-        except BadInput as problem:
-            raise Refused(str(problem), param="messages" if request.kind == "chat" else "prompt") from problem
-
     def _chat(self, request: Request) -> tuple[Segment, list[int]]:
+        """Return the segment that a request continues, or a new one, and the tokens that the harness wrote since."""
         messages = list(request.messages)
         found = self._continued(messages, request.tools) if self._keeps else None
         if found is None:
@@ -253,7 +250,7 @@ class Recording:
         if isinstance(prompt, tuple):
             wrong = next((token for token in prompt if not 0 <= token < len(self._tokenizer)), None)
             if wrong is not None:
-                raise Refused.because(
+                raise Refused(
                     f"token {shown(wrong)} of the prompt", f"token ids are 0 to {len(self._tokenizer) - 1}",
                     "encode the prompt with the policy's tokenizer", param="prompt",
                 )  # fmt: skip

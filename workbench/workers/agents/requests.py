@@ -45,23 +45,22 @@ MOST_TOOLS = 128
 class Refused(Exception):
     """A request's refusal, sent as an error in OpenAI's form. status: of HTTP. code: short, for programs."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "invalid_value"):
-        super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
-
-    @classmethod
-    def because(cls, value: str, rule: str, remedy: str = "", **more: Any) -> Refused:
-        return cls(f"{value}: {rule}{remedy and f'; {remedy}'}", **more)
+    def __init__(
+        self, value: str, rule: str = "", remedy: str = "", *,
+        status: int = 400, param: str | None = None, code: str = "invalid_value",
+    ) -> None:  # fmt: skip
+        super().__init__(f"{value}{rule and f': {rule}'}{remedy and f'; {remedy}'}")
+        self.status, self.param, self.code = status, param, code
 
     @property
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def wrong_key() -> Refused:
     """Return the refusal of a request whose key is unknown, or no longer valid."""
-    return Refused("the API key is wrong: use the one that came with the address", status=401, code="wrong_key")
+    return Refused("the API key is wrong", "use the one that came with the address", status=401, code="wrong_key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +83,17 @@ class Request:
 def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
     """Parse a request's JSON. Raises `Refused`."""
     if not isinstance(body, dict):
-        raise Refused(f"the body is {type(body).__name__}: it must be a JSON object")
+        raise Refused(f"the body is {type(body).__name__}", "it must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     if given.get("model", MODEL) != MODEL:
-        raise Refused.because(
+        raise Refused(
             f"model={shown(given['model'])}", f"the one model here is {MODEL!r}", f"write model={MODEL!r}",
             status=404, param="model", code="model_not_found",
         )  # fmt: skip
     for name, value in given.items():
-        if name in OWN[kind] or name in WITHOUT_EFFECT:
-            continue
-        _check_setting(name, value, sampling)
+        if name not in (*OWN[kind], *WITHOUT_EFFECT):
+            _check_setting(name, value, sampling)
+    options = given.get("stream_options")
     return Request(
         kind=kind,
         messages=_messages(given.get("messages")) if kind == "chat" else (),
@@ -102,21 +101,9 @@ def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
         prompt=_prompt(given.get("prompt")) if kind == "text" else "",
         most_tokens=_most_tokens(given),
         stop=_stop(given.get("stop")),
-        stream=_flag("stream", given.get("stream", False)),
-        usage=_usage(given.get("stream_options", {})),
+        stream=bool(given.get("stream")),
+        usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
-
-
-def _flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise Refused.because(f"{name}={shown(value)}", "must be true or false", param=name.partition(".")[0])
-    return value
-
-
-def _usage(options: Any) -> bool:
-    if not isinstance(options, dict):
-        raise Refused.because(f"stream_options={shown(options)}", "must be an object", param="stream_options")
-    return _flag("stream_options.include_usage", options.get("include_usage", False))
 
 
 def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
@@ -126,7 +113,7 @@ def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
             mine, value = {str(token): bias for token, bias in (mine or {}).items()}, value or {}
         if type(value) in (int, float, dict) and value == mine:
             return
-        raise Refused.because(
+        raise Refused(
             f"{name}={shown(value)}", f"the server samples with {name}={mine}",
             f"leave it out, or set it for the server: generate_sequences(agent=..., {name}=...), "
             f"lab.serve(sampling=wb.Sampling({name}=...))", param=name, code="unsupported_value",
@@ -135,19 +122,19 @@ def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
         if any(type(value) is type(one) and value == one for one in FIXED[name]):
             return
         allowed = " or ".join(repr(one) for one in FIXED[name])
-        raise Refused.because(
+        raise Refused(
             f"{name}={shown(value)}", f"the server accepts only {allowed}", REMEDIES.get(name, "leave it out"),
             param=name, code="unsupported_value",
         )  # fmt: skip
     if name == "seed":
         if sampling.temperature == 0 and type(value) is int:  # nothing is drawn
             return
-        raise Refused.because(
+        raise Refused(
             f"seed={shown(value)}", "sampling uses the stage's seed; the server accepts a seed only at temperature 0",
             "leave it out; for agents set generate_sequences(agent=..., seed=...)",
             param="seed", code="unsupported_value",
         )  # fmt: skip
-    raise Refused.because(
+    raise Refused(
         f"{name}={shown(value)}", "the server does not know this field, or cannot honour it", "leave it out",
         param=name, code="unknown_parameter",
     )  # fmt: skip
@@ -157,11 +144,8 @@ def _most_tokens(given: Mapping[str, Any]) -> int | None:
     named = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
     for name, value in named.items():
         if type(value) is not int or value < 1:
-            raise Refused.because(f"{name}={shown(value)}", "must be a whole number of at least 1", param=name)
-    if len(set(named.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in named.items())
-        raise Refused.because(said, "both limit the answer, but differ", "give only one", param="max_tokens")
-    return next(iter(named.values()), None)
+            raise Refused(f"{name}={shown(value)}", "must be a whole number of at least 1", param=name)
+    return min(named.values(), default=None)
 
 
 def _stop(value: Any) -> tuple[str, ...] | None:
@@ -169,7 +153,7 @@ def _stop(value: Any) -> tuple[str, ...] | None:
         return None
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(is_text(stop) and stop for stop in stops):
-        raise Refused.because(
+        raise Refused(
             f"stop={shown(value)}", f"must be a text, or a list of at most {MOST_STOPS} texts, none of them empty",
             param="stop",
         )  # fmt: skip
@@ -181,7 +165,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         return str(value)
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    raise Refused.because(
+    raise Refused(
         f"prompt={shown(value)}", "must be one text that is not empty, or its token ids",
         "send one request for each prompt", param="prompt",
     )  # fmt: skip
@@ -189,26 +173,26 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 def _messages(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
-        raise Refused.because(f"messages={shown(value)}", "must be a list of at least one message", param="messages")
+        raise Refused(f"messages={shown(value)}", "must be a list of at least one message", param="messages")
     return tuple(plain_message(message, number) for number, message in enumerate(value))
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     choice, tools = given.get("tool_choice", "auto"), given.get("tools", [])
     if choice not in ("auto", "none"):
-        raise Refused.because(
+        raise Refused(
             f"tool_choice={shown(choice)}", "the policy decides whether it calls a tool", "write 'auto' or 'none'",
             param="tool_choice", code="unsupported_value",
         )  # fmt: skip
     right = isinstance(tools, list) and len(tools) <= MOST_TOOLS and all(map(_is_tool, tools))
     if not right:
-        raise Refused.because(
+        raise Refused(
             f"tools={shown(tools)}",
             f"must be a list of at most {MOST_TOOLS} {{'type': 'function', 'function': {{'name': ..., ...}}}}",
             param="tools",
         )
     if not has_texts(tools):
-        raise Refused.because("the tools", *UNICODE, param="tools")
+        raise Refused("the tools", *UNICODE, param="tools")
     return () if choice == "none" else tuple(tools)
 
 
@@ -221,13 +205,13 @@ def plain_message(message: Any, number: int) -> dict[str, Any]:
     """Return a message as the chat template takes it, without empty fields; equal if messages mean the same."""
     param = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refused.because(f"{param}={shown(message)}", "must be an object with a role", param=param)
+        raise Refused(f"{param}={shown(message)}", "must be an object with a role", param=param)
     plain = {name: value for name, value in message.items() if value not in (None, [], {})}
     plain["content"] = _content(message.get("content"), param)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], param)
     if not has_texts(plain):
-        raise Refused.because(param, *UNICODE, param=param)
+        raise Refused(param, *UNICODE, param=param)
     return plain
 
 
@@ -240,7 +224,7 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
             function = {"name": name, "arguments": json.loads(given) if isinstance(given, str) else given}
             found.append({"id": str(call["id"]), "type": "function", "function": function})
     except (TypeError, KeyError, ValueError, RecursionError):
-        raise Refused.because(
+        raise Refused(
             f"tool_calls of {param}={shown(calls)}", "must be calls as the server sent them", "send them unchanged",
             param=param,
         ) from None  # fmt: skip
@@ -254,5 +238,5 @@ def _content(value: Any, param: str) -> str:
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
         value = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
     if not is_text(value):
-        raise Refused.because(f"the content of {param}", "must be a text, or parts of type 'text'", param=param)
+        raise Refused(f"the content of {param}", "must be a text, or parts of type 'text'", param=param)
     return str(value)

@@ -6,9 +6,8 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from workbench.data.agent import Agents, Outcome
 from workbench.engines.generation import GenerationEngine, Response
@@ -17,7 +16,7 @@ from workbench.support.calls.server import CallFailed
 from workbench.workers.agents.recording import MOST_REFUSED, Asked, Recording
 from workbench.workers.agents.requests import Refused, wrong_key
 from workbench.workers.agents.server import AgentServer, Waiting
-from workbench.workers.conversation import Conversation, Share
+from workbench.workers.conversation import Conversation, Lockstep
 
 WAIT_S = 0.01  # how long to wait for requests while no token is decoded
 New = tuple[int, list[int], int, int, tuple[str, ...]]  # arguments of `Decoding.add`
@@ -56,10 +55,22 @@ class Serving:
     def rows(self) -> list[Conversation]:
         return [self._ended[i] for i in sorted(self._ended)]
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """How many samples have ended, of how many."""
-        return len(self._ended), len(self._recordings)
+    def serve(self, engine: GenerationEngine, sampling: Sampling, lockstep: Lockstep) -> None:
+        """Run agents and engine until each function has returned."""
+        with engine.decoding(sampling) as decoding:
+
+            def new() -> list[New]:
+                return self.new(0.0 if decoding.open else WAIT_S)
+
+            while lockstep.any_rank(self.busy):
+                self.begin_more()
+                for number, prompt_ids, seed, room, stop in lockstep.shared(new):
+                    decoding.add(number, prompt_ids, seed, room, stop)
+                for _ in range(lockstep.steps):
+                    for response in decoding.step() if decoding.open else ():
+                        self.answer(response)
+                self.ended()
+                lockstep.progress(len(self._ended), len(self._recordings), decoding.tokens)
 
     def begin_more(self) -> None:
         """Begin waiting samples, up to the limit of open samples."""
@@ -154,33 +165,3 @@ class Serving:
             said.rewards[-1], said.ending = outcome.reward, recording.ending
             said.components = dict(outcome.components)
         return said
-
-
-def serve(
-    engine: GenerationEngine,
-    serving: Serving,
-    sampling: Sampling,
-    *,
-    share: Share,
-    any_rank: Callable[[bool], bool],
-    progress: Callable[[int, int, int], None],
-    steps: int,
-) -> None:
-    """Run agents and engine until each function has returned.
-
-    share, any_rank, steps: as in `converse`.
-    """
-    with engine.decoding(sampling) as decoding:
-
-        def new() -> list[Any]:
-            return serving.new(0.0 if decoding.open else WAIT_S)
-
-        while any_rank(serving.busy):
-            serving.begin_more()
-            for number, prompt_ids, seed, room, stop in share(new):
-                decoding.add(number, prompt_ids, seed, room, stop)
-            for _ in range(steps):
-                for response in decoding.step() if decoding.open else ():
-                    serving.answer(response)
-            serving.ended()
-            progress(*serving.counts, decoding.tokens)

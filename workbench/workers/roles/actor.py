@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -23,7 +23,6 @@ from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register, row_stage, update_stage
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.shards import Shard
-from workbench.models.heads import PackedModule
 from workbench.models.loading import load_causal_lm
 from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
@@ -33,7 +32,7 @@ from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import CovarianceLoss, KLCov, PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import FINITE, NonNegativeFloat, Number, PositiveFloat, PositiveInt
-from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch
 from workbench.workers.model_worker import check_update
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
@@ -62,8 +61,8 @@ from workbench.workers.user_loss import (
     ParameterNames,
     TokenFunction,
     UserFunction,
+    check_asked,
     check_function,
-    check_names,
     stand_ins,
 )
 from workbench.workers.worker import Context
@@ -117,11 +116,6 @@ def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = [name for name in _asked(arguments).optional if name not in GIVEN]
     columns += ["rollout_log_prob", *MASK_COLUMNS, *COUNTING, *([] if arguments["on_policy"] else ["old_log_prob"])]
     return tuple(dict.fromkeys(columns))
-
-
-def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
-    if callable(arguments["loss"]):
-        check_names("loss", arguments["loss"], GIVEN, names)
 
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
@@ -247,14 +241,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         micros, done_tokens = list(chain(*minibatches)), 0
         for done, micro in enumerate(micros):
             context.advance(done, len(micros), done_tokens)
-            tokens = tokens_of(micro)
             inputs, loss = micro.scored(scale, sets=mask), partial(log_prob, micro)
-            (norm,) = self.engine.gradient_norms(
-                [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.is_leader)]
-            )
+            one = Pass(inputs=inputs, loss=loss, tokens=micro.tokens * context.groups.is_leader)
+            (norm,) = self.engine.gradient_norms([one])
             if micro.weight:
                 norms[micro.index] = norm
-            done_tokens += tokens
+            done_tokens += micro.tokens
         valid = batch.valid
         mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
         return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
@@ -264,7 +256,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         optional=_optional_columns,
         check=_check_update,
         check_model=_check_model,
-        check_columns=_check_columns,
+        check_columns=partial(check_asked, "loss", GIVEN),
     )
     def update_actor(
         self,
@@ -346,7 +338,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if callable(loss):
             if "rollout_log_prob" in function.asked and sampling_mask is None:
                 check_correctable(f"loss={name_of(loss)}, which takes 'rollout_log_prob',", batch)
-            model = partial(stand_ins, module=cast(PackedModule, self.engine.module))
+            model = partial(stand_ins, module=self.engine.module)
             with self.context.communicator.all_or_none():
                 function.rehearse(GRADIENTS, of_model=model)
         held_back = None

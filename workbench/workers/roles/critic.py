@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
 from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, mean_of
-from workbench.workers.user_loss import ParameterNames, TokenFunction, check_function, check_names, reported
+from workbench.workers.user_loss import ParameterNames, TokenFunction, check_asked, check_function, reported
 from workbench.workers.worker import Context
 
 CLIP = 0.2
@@ -39,11 +39,6 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         check_function("loss", loss, A_LOSS, one_of=("values",), clip=clip)
 
 
-def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
-    if arguments["loss"] is not None:
-        check_names("loss", arguments["loss"], GIVEN, names)
-
-
 def _reads(columns: tuple[str, ...], arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns of an update whose values and returns are in `columns`."""
     asked = () if arguments["loss"] is None else ParameterNames.of(arguments["loss"]).needed
@@ -57,7 +52,9 @@ def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 _estimates = partial(row_stage, reads=("prompt_ids", "response_ids"), optional=("response_mask", *COUNTING))
-_regresses = partial(update_stage, check=_check_update, check_columns=_check_columns, optional=_optional)
+_regresses = partial(
+    update_stage, check=_check_update, check_columns=partial(check_asked, "loss", GIVEN), optional=_optional
+)
 
 
 class CriticWorker(TrainedWorker):

@@ -28,6 +28,7 @@ from workbench.workers.engine_weights import (
     differing_weights,
     probe_gap,
     probe_ids,
+    require_small,
     trainer_log_probs,
 )
 from workbench.workers.model_worker import TrainedWorker, log_probs_of
@@ -221,7 +222,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
                 noted.differ = differ
             self._leave_to_generator()  # before the engine's key-value cache comes back
             gap = probe_gap(trained, self.generator)
-        return {**self.require_small(gap, self.engine.steps, trained, differ), **metrics}
+        dtype, version = str(self.spec.dtype), self.engine.steps
+        return {**require_small(gap, version, trained, differ, self.generator, dtype, self.context), **metrics}
 
     @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:

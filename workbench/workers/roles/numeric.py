@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,8 +17,6 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
 from workbench.messages.shards import Shard
-from workbench.models.spec import Model
-from workbench.objectives.arguments import check_range
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import KLKind, kl_estimate
@@ -35,7 +34,7 @@ from workbench.workers.advantages import (
 )
 from workbench.workers.passes import ZeroToOne
 from workbench.workers.user_estimator import AN_ESTIMATOR, COST, GIVEN, REWARD, Signal
-from workbench.workers.user_loss import ParameterNames, UserFunction, check_function, check_names
+from workbench.workers.user_loss import ParameterNames, UserFunction, check_asked, check_function
 from workbench.workers.worker import Worker
 
 
@@ -107,18 +106,14 @@ def _check(arguments: Mapping[str, Any]) -> None:
             "only the estimator 'gae' has macro actions",
         )
     if arguments["overlong_buffer"]:
-        if arguments["max_response_tokens"] is None:
+        if (longest := arguments["max_response_tokens"]) is None:
             raise BadInput(
                 f"overlong_buffer={arguments['overlong_buffer']} without max_response_tokens",
                 "the penalty begins that many tokens before the limit of a response",
                 "give max_response_tokens, the max_new_tokens of the rollouts",
             )
-        check_range("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
-
-
-def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
-    if callable(arguments["estimator"]):
-        check_names("estimator", arguments["estimator"], GIVEN, names)
+        if arguments["overlong_buffer"] > longest:
+            raise BadInput(f"overlong_buffer={arguments['overlong_buffer']}", f"must lie in [0, {longest}]")
 
 
 class NumericWorker(Worker):
@@ -131,7 +126,7 @@ class NumericWorker(Worker):
         writes=_written,
         minibatched=True,
         check=_check,
-        check_columns=_check_columns,
+        check_columns=partial(check_asked, "estimator", GIVEN),
     )
     def compute_advantages(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged, rows_at
+from workbench.batches.columns import Ragged, rows_at
 from workbench.batches.schema import COUNTING
 from workbench.engines.communicator import Communicator
 from workbench.messages.calls import Output
@@ -41,17 +42,12 @@ def as_rows(batch: Shard) -> Shard:
 
     `response_mask` is 1 on the last token of every answer: a pair's loss counts there, once for each of its answers.
     """
-    both = [batch.ragged(name) for name in ("chosen_ids", "rejected_ids")]
-    prompts = [row for prompt in batch.ragged("prompt_ids").rows() for row in (prompt, prompt)]
-    answers = [row for pair in zip(*(column.rows() for column in both), strict=True) for row in pair]
-    responses = Ragged.of(answers, torch.int64)
+    pairs = zip(*(batch.ragged(name).rows() for name in ("chosen_ids", "rejected_ids")), strict=True)
+    responses = Ragged.of(list(chain(*pairs)), torch.int64)
+    prompts = batch.ragged("prompt_ids").take(np.arange(len(batch)).repeat(2))
     return replace(
         batch,
-        columns={
-            "prompt_ids": Ragged.of(prompts, torch.int64),
-            "response_ids": responses,
-            "response_mask": last_tokens(responses),
-        },
+        columns={"prompt_ids": prompts, "response_ids": responses, "response_mask": last_tokens(responses)},
         rows=batch.rows.repeat(2),
         minibatch_sizes=tuple(2 * size for size in batch.minibatch_sizes),
     )
@@ -121,18 +117,9 @@ REFERENCE_FEEDBACK_COLUMNS = ("ref_response_log_prob", "ref_mismatched_log_prob"
 def as_answers(batch: Shard, answers: str) -> Shard:
     """Return rows of the prompt and one column of answers. `response_mask` is 1 on the last token of every answer: a
     row's loss counts there."""
-    responses = batch.ragged(answers)
-    columns: dict[str, ColumnValues] = {
-        "prompt_ids": batch.ragged("prompt_ids"),
-        "response_ids": responses,
-        "response_mask": last_tokens(responses),
-    }
-    return replace(batch, columns=columns)
-
-
-def minibatch_of(batch: Shard, number: int) -> Shard:
-    rows = np.array(list(minibatch_indices(batch.minibatch_sizes))[number])
-    return replace(batch, columns=rows_at(batch.columns, rows), rows=batch.rows[rows], minibatch_sizes=(len(rows),))
+    prompts, responses = batch.ragged("prompt_ids"), batch.ragged(answers)
+    mask = last_tokens(responses)
+    return replace(batch, columns={"prompt_ids": prompts, "response_ids": responses, "response_mask": mask})
 
 
 PairObjective = Literal["dpo", "ipo", "orpo"]
@@ -141,37 +128,30 @@ REWARDS = ("chosen_rewards", "rejected_rewards")
 LOG_ODDS = ("chosen_log_odds", "rejected_log_odds")
 
 
-class PairLosses:
-    """The loss of a shard's pairs, computed from the log-probabilities of their answers.
+def pair_losses(batch: Shard, objective: PairObjective, beta: float, label_smoothing: float = 0.0) -> PairLoss:
+    """Return the loss of a shard's pairs. Beside loss and metrics it returns the scores by which a pair is judged.
 
-    objective: which loss. beta, label_smoothing: see `workbench.objectives.preference`.
+    beta, label_smoothing: see `workbench.objectives.preference`.
     """
 
-    def __init__(self, batch: Shard, objective: PairObjective, beta: float, label_smoothing: float = 0.0) -> None:
-        self._objective, self._beta, self._label_smoothing = objective, beta, label_smoothing
-        self._tokens = batch.ragged("chosen_ids").lengths, batch.ragged("rejected_ids").lengths
-        self._batch = batch
-
-    def __call__(
-        self, chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]
-    ) -> tuple[Tensor, DeviceMetrics, tuple[Tensor, Tensor]]:
-        """Return (loss, metrics, the scores of both answers by which the pair is judged)."""
-
+    def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics, Any]:
         def here(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
             return to_device(chosen[pairs], chosen_P.device), to_device(rejected[pairs], chosen_P.device)
 
-        tokens = here(*self._tokens)
-        if self._objective == "orpo":
-            loss_P, odds = orpo_loss(chosen_P, rejected_P, *tokens, self._beta)
+        tokens = here(batch.ragged("chosen_ids").lengths, batch.ragged("rejected_ids").lengths)
+        if objective == "orpo":
+            loss_P, odds = orpo_loss(chosen_P, rejected_P, *tokens, beta)
             scores = odds.chosen_log_odds_P, odds.rejected_log_odds_P
             sft = OnDevice(Mean, {"total": odds.sft_loss_P.double().sum(), "count": len(pairs)})
             return loss_P, {**pair_metrics(loss_P, *scores, names=LOG_ODDS), "sft_loss": sft}, scores
-        reference = here(*(self._batch.numbers(name) for name in REFERENCE_COLUMNS))
-        if self._objective == "ipo":
-            loss_P, rewards = ipo_loss(chosen_P, rejected_P, *reference, *tokens, self._beta)
+        reference = here(*(batch.numbers(name) for name in REFERENCE_COLUMNS))
+        if objective == "ipo":
+            loss_P, rewards = ipo_loss(chosen_P, rejected_P, *reference, *tokens, beta)
         else:
-            loss_P, rewards = dpo_loss(chosen_P, rejected_P, *reference, self._beta, self._label_smoothing)
-        return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS), (rewards[0], rewards[1])
+            loss_P, rewards = dpo_loss(chosen_P, rejected_P, *reference, beta, label_smoothing)
+        return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS), rewards
+
+    return loss
 
 
 class PreferenceWorker(TrainedWorker):
@@ -198,11 +178,11 @@ class PreferenceWorker(TrainedWorker):
         chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         metrics: Metrics = {}
         if objective == "orpo" or set(REFERENCE_COLUMNS) <= set(batch.columns):
-            loss = PairLosses(batch, objective, beta, label_smoothing)
+            loss = pair_losses(batch, objective, beta, label_smoothing)
             valid_B = batch.valid
             _, told, scores = loss(chosen[valid_B], rejected[valid_B], valid_B.nonzero()[:, 0].tolist())
             (metrics,) = on_host([told])
-            metrics |= accuracy_bounds(*scores, self.context.groups.data)
+            metrics |= accuracy_bounds(scores[0], scores[1], self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
     @update_stage(reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS))
@@ -216,7 +196,8 @@ class PreferenceWorker(TrainedWorker):
         float32 the first loss is log 2; in bfloat16 the frozen reference rounds differently from the actor, by tenths
         of a nat. Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
         """
-        return self._update_on_pairs(PairLosses(batch, "dpo", beta, label_smoothing), batch, epochs)
+        loss = pair_losses(batch, "dpo", beta, label_smoothing)
+        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, loss), epochs=epochs)
 
     @update_stage(reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS))
     def update_ipo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
@@ -226,7 +207,7 @@ class PreferenceWorker(TrainedWorker):
         Reads the columns that `update_dpo` reads, and reports the same metrics, of implicit rewards that are means over
         tokens. In float32 the first loss is 1 / (4 beta^2).
         """
-        return self._update_on_pairs(PairLosses(batch, "ipo", beta), batch, epochs)
+        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, pair_losses(batch, "ipo", beta)), epochs=epochs)
 
     @update_stage(reads=PAIR_COLUMNS)
     def update_orpo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
@@ -236,10 +217,7 @@ class PreferenceWorker(TrainedWorker):
         Metrics: `sft_loss` (of the chosen answers), `accuracy` (of the log-odds), `margin` between them (the log odds
         ratio), and their means.
         """
-        return self._update_on_pairs(PairLosses(batch, "orpo", beta), batch, epochs)
-
-    def _update_on_pairs(self, losses: PairLosses, batch: Shard, epochs: int) -> Output:
-        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, losses), epochs=epochs)
+        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, pair_losses(batch, "orpo", beta)), epochs=epochs)
 
     @row_stage(
         reads=FEEDBACK_COLUMNS,
@@ -295,7 +273,10 @@ class PreferenceWorker(TrainedWorker):
 
         def prepare(number: int) -> None:
             nonlocal kl
-            part = minibatch_of(batch, number)
+            index = np.array(list(minibatch_indices(batch.minibatch_sizes))[number])
+            part = replace(
+                batch, columns=rows_at(batch.columns, index), rows=batch.rows[index], minibatch_sizes=(len(index),)
+            )
             mismatched = self.row_values(as_answers(part, "mismatched_ids"), ANSWER_LOG_PROBS)
             kl = self._reference_point(mismatched, part)
 

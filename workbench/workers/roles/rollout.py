@@ -17,16 +17,15 @@ from workbench.models.loading import load_config
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
-from workbench.resharding.engine import Arrival
 from workbench.resharding.plan import Reshard
 from workbench.settings.engines import SyncStrategy
-from workbench.telemetry.syncs import OpenSync
 from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
     compare_weights,
     differing_weights,
     probe_gap,
+    require_small,
 )
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking, uncut_weights, weights_of
@@ -125,7 +124,12 @@ class RolloutWorker(SamplingWorker):
             noted.taken_bytes += taken
             noted.moved_bytes, noted.whole_bytes = intake.received_bytes - before, intake.whole_bytes - whole
             noted.strategy = "patches" if since else ""
-            self._require_as_sent(intake.arrival, noted)
+            if self.spec.generation is not None and self.spec.generation.check_sync:
+                noted.sent, noted.received = intake.arrival.sent, intake.arrival.received
+                differ = [f"{name} from rank {rank} of the actor" for name, rank in intake.arrival.differ]
+                noted.differ, here = tuple(differ), self.context.host.rank
+                if differ:
+                    raise not_as_sent(noted.version, [f"{what}, on rank {here}" for what in differ])
             return [noted.moved_bytes]
 
         version = self.generator.weights_version
@@ -145,7 +149,8 @@ class RolloutWorker(SamplingWorker):
                             _, differ = differing_weights(arrived, self.generator)
                             noted.differ = differ
                         gap = probe_gap(trained, self.generator)
-                    metrics |= self.require_small(gap, found[0].version, trained, differ)
+                    now, dtype = found[0].version, str(self.spec.dtype)
+                    metrics |= require_small(gap, now, trained, differ, self.generator, dtype, self.context)
             except BaseException:
                 self.generator.weights_version = -1
                 raise
@@ -161,16 +166,6 @@ class RolloutWorker(SamplingWorker):
         on_cpu = self.context.device.type == "cpu"
         room = on_cpu and (self._kept or self.has_room(self.generator.memory_bytes()["weights"]))
         return self._kept if room else None
-
-    def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
-        """Record the checksums of the received weights; raise `SyncError` unless they match the sent ones."""
-        assert self.spec.generation is not None
-        if not self.spec.generation.check_sync:
-            return
-        noted.sent, noted.received = arrival.sent, arrival.received
-        noted.differ = tuple(f"{name} from rank {rank} of the actor" for name, rank in arrival.differ)
-        if noted.differ:
-            raise not_as_sent(noted.version, [f"{what}, on rank {self.context.host.rank}" for what in noted.differ])
 
     @register(ONE_TO_ALL)
     def sync_weights(self, *, strategy: SyncStrategy | None = None) -> dict[str, float]:

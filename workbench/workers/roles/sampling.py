@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from workbench.data.environment import Environments
 from workbench.display.html import bytes_text
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.messages.calls import Output
-from workbench.messages.metrics import Metrics, merge_metrics
+from workbench.messages.metrics import merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
 from workbench.messages.shards import Shard
@@ -34,9 +34,9 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
-from workbench.workers.agents.serving import Serving, serve
-from workbench.workers.conversation import Compaction, Conversation, converse
-from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
+from workbench.workers.agents.serving import Serving
+from workbench.workers.conversation import Compaction, Conversation, Lockstep, Turns
+from workbench.workers.engine_weights import SyncMetrics
 from workbench.workers.hints import RowFailures, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
@@ -50,13 +50,11 @@ from workbench.workers.rollout_columns import (
     several_turns,
     single_turn,
 )
-from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
+from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION, mask_columns
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-STEPS_TOGETHER = 8  # tokens that ranks of tensor groups decode between two exchanges of environments' replies
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
@@ -103,7 +101,7 @@ class SamplingWorker(Worker):
     tokenizer: PreTrainedTokenizerBase
     sync_metrics: SyncMetrics
     _has_file_weights = False  # moved or restored since the last sync: the engine has the weights of the model's files
-    _room_note, _said = "", False  # a note that patches have no room, and whether it was given
+    _said = False  # whether a note said that patches have no room
 
     def start_engine(
         self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False, lora: LoRA | None = None
@@ -152,19 +150,14 @@ class SamplingWorker(Worker):
     def has_room(self, nbytes: int) -> bool:
         """Return whether the device has room to keep `nbytes` for patches; never on a GPU in which roles take turns.
         The first time there is no room, note that for the user."""
-        on_gpu = self.context.device.type == "cuda"
-        if on_gpu:
+        if self.context.device.type == "cuda":
             free = 0 if self.context.host.offloads else own_gpu_free_bytes()
         else:
             free = available_bytes()
         if free < nbytes and not self._said:
-            note = f"each sync sends whole weights: patches need {bytes_text(nbytes)} of free memory"
-            self._room_note, self._said = note, True
+            self._notes.append(f"each sync sends whole weights: patches need {bytes_text(nbytes)} of free memory")
+            self._said = True
         return free >= nbytes
-
-    def take_notes(self) -> tuple[str, ...]:
-        said, self._room_note = self._room_note, ""
-        return (*super().take_notes(), *([said] if said else []))
 
     def memory_bytes(self) -> dict[str, int]:
         held = super().memory_bytes()
@@ -173,7 +166,7 @@ class SamplingWorker(Worker):
         return held
 
     def close(self) -> None:
-        if self.spec.generation is not None:
+        if hasattr(self, "generator"):  # it begins with `start_engine`
             self.generator.close()
 
     def before_rollouts(self) -> None:
@@ -293,7 +286,8 @@ class SamplingWorker(Worker):
                 columns = self._go_on(begun, prompts, mine, sampling, pause_after, cache == "kept")
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self.context.advance)
-                columns = single_turn(rollout, mine)
+                columns = single_turn(rollout.response_ids[mine], rollout.log_probs[mine], rollout.endings[mine])
+                columns |= {} if rollout.sets is None else mask_columns(rollout.sets[mine])
             # if the ranks of a tensor group have the same rows, only the first rank's tokens are counted
             if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
                 had = len(batch.ragged("rollout_log_prob").values) if resume else 0
@@ -331,10 +325,8 @@ class SamplingWorker(Worker):
         """Run the conversations of all ranks of a tensor group. Each rank runs the environments of its own rows, or of
         a share of the rows that all these ranks have. Conversations that ended before an interrupt are not repeated."""
         assert self.spec.generation is not None
-        here = self._rows_here(batch)
-        own = slice(mine.start + here.start, mine.start + here.stop)
-        rows = self._text_rows(batch, here, seeds[own])
-        given, room = self._call_arguments(batch, here), self.spec.generation.max_model_tokens
+        own, rows, given = self._rows_here(batch, seeds, mine)
+        room = self.spec.generation.max_model_tokens
         pool: Pool | None = batch.meta.get("environments")
         processes = 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
         given["calls"] = self.context.calls.processes(processes)
@@ -345,16 +337,9 @@ class SamplingWorker(Worker):
         keys = self.context.communicator.shared_by_group(self._tensor_ranks, lambda: [key])
         key = b"".join(keys) if all(keys) else b""
         with self.kept.resuming(key, self._weights_id, new) as conversations, environments.running():
-            converse(
-                self.generator,
-                conversations,
-                sampling,
-                environments,
-                mine=own,
-                max_model_tokens=room,
-                compaction=Compaction(sampling.context, self.tokenizer) if sampling.context else None,
-                **self._lockstep_arguments(),
-            )
+            compaction = Compaction(sampling.context, self.tokenizer) if sampling.context else None
+            turns = Turns(conversations, sampling, environments, mine=own, max_model_tokens=room, compaction=compaction)
+            turns.take_all(self.generator, Lockstep(self.context, self._tensor_ranks))
         return conversations
 
     def _go_on(
@@ -384,9 +369,8 @@ class SamplingWorker(Worker):
         """Serve this rank's rows to agents, and return the conversations. If all ranks of a tensor group have the same
         rows, each rank serves a share of them, and the ranks exchange the results."""
         assert self.spec.generation is not None
-        here, size = self._rows_here(batch), self._tensor_ranks
-        own = slice(mine.start + here.start, mine.start + here.stop)
-        agents = Agents(sampling, self._text_rows(batch, here, seeds[own]), **self._call_arguments(batch, here))
+        own, rows, given = self._rows_here(batch, seeds, mine)
+        agents, size = Agents(sampling, rows, **given), self._tensor_ranks
         room = self.spec.generation.max_model_tokens
         recordings = [
             Recording(sampling, self.tokenizer, ids, seed, room, keeps=getattr(sampling.agent, "records", True))
@@ -396,50 +380,26 @@ class SamplingWorker(Worker):
         rank = self.context.communicator.rank % size
         with server.running(), agents.running():
             serving = Serving(recordings, agents, server, first=rank, of=size, most_open=sampling.most_open)
-            serve(self.generator, serving, sampling, **self._lockstep_arguments())
+            serving.serve(self.generator, sampling, Lockstep(self.context, size))
         if self.context.groups.model_parallel:
             return self.context.communicator.shared_by_group(size, lambda: serving.rows)
         return serving.rows
 
-    def _rows_here(self, batch: Shard) -> slice:
-        """Return the slice of a shard's rows whose functions run here: all, or a share of a tensor group's rows."""
-        if not self.context.groups.model_parallel:
-            return slice(0, len(batch))
-        size = self._tensor_ranks
+    def _rows_here(
+        self, batch: Shard, seeds: list[int], mine: slice
+    ) -> tuple[slice, list[dict[str, Any]], dict[str, Any]]:
+        """Return the rows whose functions run here, all of the shard's or a share of a tensor group's: their place
+        among the group's rows, their text cells and seeds as functions get them, and further arguments of the calls."""
+        size, host = self._tensor_ranks if self.context.groups.model_parallel else 1, self.context.host
         start, stop = (len(batch) * (self.context.communicator.rank % size + n) // size for n in (0, 1))
-        return slice(start, stop)
-
-    def _text_rows(self, batch: Shard, here: slice, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the text cells and the seed of some rows, as functions get them."""
-        texts = {n: column[here] for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
-        return [
-            {**{name: column[i] for name, column in texts.items()}, "sample_seed": seed} for i, seed in enumerate(seeds)
+        texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
+        rows = [
+            {**{name: column[i] for name, column in texts.items()}, "sample_seed": seeds[mine.start + i]}
+            for i in range(start, stop)
         ]
-
-    def _call_arguments(self, batch: Shard, here: slice) -> dict[str, Any]:
-        return {
-            "calls": self.context.calls,
-            "where": f"rank {self.context.host.rank} of pool {self.context.host.pool}",
-            "row_numbers": batch.rows[here].tolist(),
-        }
-
-    def _lockstep_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `converse` that keep the ranks of a tensor group in step."""
-        size, communicator = self._tensor_ranks, self.context.communicator
-
-        def any_rank(here: bool) -> bool:
-            if size == 1:
-                return here
-            found = bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
-            self.context.stopping.point()
-            return found
-
-        return {
-            "share": partial(communicator.shared_by_group, size),
-            "any_rank": any_rank,
-            "progress": self.context.advance if size == 1 else self.context.progress,
-            "steps": 1 if size == 1 else STEPS_TOGETHER,
-        }
+        where, numbers = f"rank {host.rank} of pool {host.pool}", batch.rows[start:stop].tolist()
+        own = slice(mine.start + start, mine.start + stop)
+        return own, rows, {"calls": self.context.calls, "where": where, "row_numbers": numbers}
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
         """Return the prompts and seeds of a tensor group's ranks, in rank order, and the slice of this rank's rows.
@@ -452,10 +412,10 @@ class SamplingWorker(Worker):
         assert batch.sample is not None
         numbers = zip(batch.numbers("prompt_uid").tolist(), batch.sample.tolist(), strict=True)
         seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
-        own = zip([communicator.rank] * len(batch), batch.ragged("prompt_ids").rows(), seeds, strict=True)
-        rows = communicator.shared_by_group(size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
-        before = sum(rank < communicator.rank for rank, _, _ in rows)
-        return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
+        own = [(ids.tolist(), seed) for ids, seed in zip(batch.ragged("prompt_ids").rows(), seeds, strict=True)]
+        of_ranks = communicator.shared_by_group(size, lambda: [own])
+        start, rows = sum(map(len, of_ranks[: communicator.rank % size])), list(chain(*of_ranks))
+        return [ids for ids, _ in rows], [seed for _, seed in rows], slice(start, start + len(batch))
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
         """Return the ranks that pass stopping points in step with this one: its tensor group, or the whole pool if
@@ -469,11 +429,3 @@ class SamplingWorker(Worker):
     def _tensor_ranks(self) -> int:
         assert self.spec.generation is not None
         return self.spec.generation.tensor_parallel_size
-
-    def require_small(
-        self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None
-    ) -> Metrics:
-        """See `engine_weights.require_small`. If it raises, the next call syncs again, and nothing is sampled before
-        that."""
-        assert self.spec.dtype is not None
-        return require_small(gap, version, trainer, differ, self.generator, self.spec.dtype, self.context)
