@@ -59,11 +59,17 @@ class Buffer:
     def add(self, batch: Batch) -> None:
         """Put a batch with `response_ids` and `prompt_uid` into the buffer, for `draw`; other batches raise
         `UnknownColumn`. An algorithm's `run` does not draw it: it draws only rollouts that `run` or `draw_ahead` made.
-        Groups with a paused response are not drawn.
         """
         batch.need(("prompt_uid", "response_ids"), "lab.buffer.add")
         iteration = int(batch.meta.get("iteration", self._counters.iteration))
-        self.waiting.append(WaitingRollouts(iteration=iteration, made={"added": batch}))
+        found = WaitingRollouts(iteration=iteration, made={"added": batch})
+        if found.paused:
+            raise BadInput(
+                f"lab.buffer.add({batch.id}): {len(found.paused)} groups have paused responses",
+                "the buffer returns groups as they were added, and does not continue their responses",
+                "finish them first: lab.actor.generate_sequences(batch, resume=True)",
+            )
+        self.waiting.append(found)
 
     # --- draws --------------------------------------------------------------------------------------------------------
 
