@@ -232,6 +232,15 @@ def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
         lab.compare(done, {"x": "ppo"})  # type: ignore[dict-item]
 
 
+def test_an_arm_of_another_workbench_is_refused_before_any_arm_runs(lab: wb.Workbench, tmp_path: Path) -> None:
+    batch, stages = lab.prompts.next(2), lab.runner.counters.run
+    with tiny_lab("another", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as another:
+        arms = {"here": wb.GRPO(lab, sampling=SHORT), "there": wb.GRPO(another, sampling=SHORT)}
+        with expect_error(BadInput, value="arm 'there'", rule="on this workbench"):
+            lab.compare(batch, arms)
+    assert lab.runner.counters.run == stages
+
+
 def test_going_back_by_hand(lab: wb.Workbench) -> None:
     batch = lab.compute_advantages(lab.critic.compute_values(rolled_out(lab)))
     before = lab.actor.weights_checksum()

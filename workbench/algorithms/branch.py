@@ -20,6 +20,7 @@ from workbench.display.curves import STROKES, Chart, Charted, Curve
 from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.support.replaced import replaced
 from workbench.support.validation import Rule
 
@@ -90,6 +91,9 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     """
     runner, plans = lab.runner, {}
     for name, algorithm in arms.items():
+        if algorithm.lab is not lab:
+            rule = "an arm is an algorithm on this workbench"
+            raise BadInput(f"arm {name!r}: {shown(algorithm)}", rule, "wb.PPO(lab)")
         with _named(name):
             graph = _as_given(algorithm.graph(), batch)
         todo = downstream(graph, batch)
