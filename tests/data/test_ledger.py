@@ -142,6 +142,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda ledger: ledger[ledger.pass_rate > 0.5], r"chose none of 12 prompts.*isna\(\)"),
     (lambda ledger: ledger.nothing, r"raised AttributeError.*correct it"),
     (lambda ledger: [99], r"a row 99 that the ledger does not have"),
+    (lambda ledger: pd.Series(1.0, index=[0, 0, 1]), "a Series that has a row twice"),
     (lambda ledger: ledger["level"] - 1.0, r"a weight of -1"),
     (lambda ledger: ledger["level"] + math.inf, r"a weight of inf"),
     (lambda ledger: ledger["prompt"], r"gave a Series of "),

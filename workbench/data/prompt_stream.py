@@ -76,6 +76,8 @@ def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int
         raise _wrong(called, f"a row {shown(rows[int(np.argmin(known))])} that the ledger does not have")
     if not isinstance(found, pd.Series):
         return list(rows)
+    if rows.has_duplicates:
+        raise _wrong(called, "a Series that has a row twice")
     found = found.reindex(ledger.index)
     if pd.api.types.is_bool_dtype(found.dropna().infer_objects().dtype):
         return list(ledger.index[(found == True).to_numpy()])  # noqa: E712 (NaN is False)
