@@ -151,6 +151,11 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
             for file in sorted(file for pattern in TEXT_FILES for file in path.rglob(pattern)):
                 yield file.stem, file.read_text(errors="replace")
             return
+        if not path.exists():
+            raise BadInput(
+                f"corpus={str(corpus)!r:.80}", f"there is no such file or folder in {str(Path.cwd())!r:.80}",
+                "give the path of a folder or a file of rows; texts of your own go in a list: search(['...'])",
+            )  # fmt: skip
         corpus = read_rows(path, conventions=False)
     for n, row in enumerate(corpus):
         text, title = (row, "") if isinstance(row, str) else (None, "")
