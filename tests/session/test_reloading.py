@@ -95,6 +95,14 @@ def test_operations_come_change_and_go(lab: Any, files: Files) -> None:
         regress(lab, stored())
 
 
+def test_operations_change_in_all_inline_workbenches_of_the_kernel(lab: Any, files: Files, tmp_path: Path) -> None:
+    models = {"critic": wb.Model(TINY, worker=files.module("critic").Bounded)}
+    with tiny_lab("beside", tmp_path, backend="inline", devices=1, models=models) as beside:
+        files.edit("critic", "def told(self)", "def told(self, *, again: int = 1)")
+        lab.reload()
+        assert beside.critic.told(again=2) == lab.critic.told(again=2)
+
+
 def test_a_syntax_error_leaves_the_old_code_running(lab: Any, files: Files) -> None:
     files.edit("maths", "return 0.2", "return 0.01")
     files.edit("rewards", "return 1.0", "return (1.0")

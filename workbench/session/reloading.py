@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.backends import registry
 from workbench.backends.starting import settle
 from workbench.config.requirements import check
 from workbench.data.reward_function import check_function
@@ -140,7 +141,10 @@ class Reloader:
         report = self._patch(texts, models)
         with self._hosts.changing:  # settings may have been assigned since the reload began
             self._hosts.set_description(description.retrained_as(self._hosts.description))
-        self._runner.groups.take_new_code()
+        # code that this kernel takes over is new for the workers of all its inline workbenches, too
+        inline = [lab.runner.groups for lab in registry.opened.values() if lab.hosts.inline]
+        for groups in {self._runner.groups, *inline}:
+            groups.take_new_code()
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
