@@ -99,6 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.9}, r"generate_sequences\(agent=..., top_p=...\)"),
     ({"logit_bias": {"7": 1.0}}, "the server samples with logit_bias"),
     ({"n": 2}, "send n requests"),
+    ({"stream": "false"}, "must be true or false"),
     ({"logprobs": True}, "the batch has them in its column rollout_log_prob"),
     ({"max_tokens": "x", "max_completion_tokens": 6}, "max_tokens='x'"),
     ({"tools": [{"type": "function"}]}, "must be a list of at most 128"),

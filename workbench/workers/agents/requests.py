@@ -93,7 +93,9 @@ def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
     for name, value in given.items():
         if name not in (*OWN[kind], *WITHOUT_EFFECT):
             _check_setting(name, value, sampling)
-    options = given.get("stream_options")
+    stream, options = given.get("stream", False), given.get("stream_options")
+    if type(stream) is not bool:
+        raise Refused(f"stream={shown(stream)}", "must be true or false", param="stream")
     return Request(
         kind=kind,
         messages=_messages(given.get("messages")) if kind == "chat" else (),
@@ -101,7 +103,7 @@ def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
         prompt=_prompt(given.get("prompt")) if kind == "text" else "",
         most_tokens=_most_tokens(given),
         stop=_stop(given.get("stop")),
-        stream=bool(given.get("stream")),
+        stream=stream,
         usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
 
