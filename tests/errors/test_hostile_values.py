@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workbench.errors import StageError
+from workbench.errors import BadInput, StageError
 from workbench.errors.containing import Signal, as_exception, containing
 from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import Failure
@@ -62,6 +62,10 @@ def test_what_is_shown_is_short_plain_and_there(subtests: pytest.Subtests) -> No
                 assert not any(character in found for character in "\x1b\x9b\x07\x00\u202e\ud800")
             assert "\n" not in shown(value) and len(shown(value)) <= 60
             assert len(str(StageError(shown(value), said(value)))) < 4000
+
+
+def test_a_value_that_was_cut_ends_in_dots_in_the_message() -> None:
+    assert str(BadInput(shown([1] * 100), "too long")) == f"{str([1] * 100)[:59]}…. too long."
 
 
 def test_a_deep_list_is_shown_by_its_class() -> None:

@@ -134,5 +134,7 @@ class TestSteps:
         assert process_advantages(normal_S, self.ends_BT).tolist() == expected
 
     def test_wrong_shapes(self) -> None:
+        with expect_error(BadInput, rule="must be of 3 steps"):
+            process_advantages(torch.zeros(2), self.ends_BT)
         with expect_error(BadInput, value="shape"):
             step_scores(self.rewards_BT[:2], self.ends_BT)

@@ -83,5 +83,7 @@ def test_any_endings() -> None:
 
 def test_bad_input() -> None:
     x = torch.zeros(2, 3)
+    with expect_error(BadInput, value="seeds"):
+        random_ends(x, [1])
     with expect_error(BadInput, value="values_BT has shape"):
         macro_gae(x, torch.zeros(2, 1), x, 1.0, 1.0, x)

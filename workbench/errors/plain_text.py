@@ -38,7 +38,7 @@ def shown(value: Any, characters: int = 60) -> str:
         text = "\n"
     if "\n" in text:
         return f"<{type(value).__name__}>"
-    return plain_text(text if len(text) <= characters else f"{text[: characters - 3]}...")
+    return plain_text(text if len(text) <= characters else f"{text[: characters - 1]}…")
 
 
 def first_line(error: BaseException) -> str:

@@ -73,9 +73,11 @@ def process_advantages(normalised_S: Tensor, ends_BT: Tensor) -> Tensor:
     Source: GRPO, https://arxiv.org/abs/2402.03300, section 4.1.3; mean and deviation are over all steps of all samples
     of the prompt: `grpo` with one score per step.
 
-    normalised_S: one number per true entry of ends_BT, in the same order.
+    normalised_S: one number per true entry of ends_BT, in the same order. Raises `BadInput` if the counts differ.
     """
     ends_BT = ends_BT.bool()
+    if normalised_S.shape != (int(ends_BT.sum()),):
+        raise BadInput(f"normalised_S has shape {list(normalised_S.shape)}", f"must be of {int(ends_BT.sum())} steps")
     at_ends_BT = torch.zeros(ends_BT.shape, dtype=normalised_S.dtype, device=ends_BT.device)
     at_ends_BT[ends_BT] = normalised_S
     return at_ends_BT.flip(-1).cumsum(-1).flip(-1)

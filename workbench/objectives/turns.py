@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import same_shape, upcast
+from workbench.objectives.arguments import one_per_row, same_shape, upcast
 from workbench.objectives.estimators import gae, less_baseline
 
 
@@ -135,8 +135,9 @@ def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
     """Return the ends of n-grams with random lengths, uniform over 1, 2, 3, 5 and 10, bool [B, T].
 
     seeds: one per row. (The authors shuffle a list with equally many of each length; tokens after its end are one macro
-    action.)
+    action.) Raises `BadInput` unless there are as many seeds as rows.
     """
+    one_per_row("seeds", torch.empty(len(seeds)), mask_BT)
     mask_BT = mask_BT.bool()
     ends_BT = torch.zeros_like(mask_BT)
     for i, seed in enumerate(seeds):
