@@ -118,8 +118,9 @@ def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
         with pytest.raises(BadInput, match=rf"PPO\.{name} = 0\.5.*its fields are lab, prompts.*{nearest}"):
             setattr(ppo, name, 0.5)
         assert not hasattr(ppo, name)
-    with expect_error(BadInput, value=r"PPO\.metrics = \['loss'\]", rule="a method of the algorithm"):
-        ppo.metrics = ["loss"]  # type: ignore[assignment, method-assign]
+    for name, value in {"metrics": ["loss"], "iteration": 0, "under_way": False}.items():
+        with expect_error(BadInput, value=rf"PPO\.{name} = ", rule="a part of the algorithm"):
+            setattr(ppo, name, value)
     ppo.clip, ppo._note = 0.1, "of one's own"
     assert ppo.iterate() and ppo.clip == 0.1
 

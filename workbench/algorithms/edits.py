@@ -237,8 +237,7 @@ class StageEdits(LiveFields, ABC):
     _made: dict[str, Any]
     _edits: list[Callable[[Graph], Graph]]
     _once: Once = MappingProxyType({})  # always replaced as a whole: a panel's thread may change it at the same time
-    under_way = False
-    """Whether an iteration has begun and has not ended."""
+    _under_way = False
     # by stage, the arguments given to `replace`; None: a function replaced the stage
     _replaced: dict[str, dict[str, Any] | None]
     _keep_rows: ClassVar[tuple[str, ...]] = ()  # functions of `define` that return as many rows as they take
@@ -251,6 +250,11 @@ class StageEdits(LiveFields, ABC):
     def made(self) -> dict[str, Any]:
         """The results of the newest iteration's stages so far, by stage name: batches and metrics."""
         return self._made
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an iteration has begun and has not ended."""
+        return self._under_way
 
     @abstractmethod
     def _end(self) -> None:
@@ -368,7 +372,7 @@ class StageEdits(LiveFields, ABC):
         called = name or str(getattr(function, "__name__", type(function).__name__))
         names = self.graph().names
         behind = names[names.index(after) + 1 :] if after in names else []
-        if ran := [stage for stage in behind if self.under_way and stage in self.made]:
+        if ran := [stage for stage in behind if self._under_way and stage in self.made]:
             raise BadInput(
                 f"inserting {called!r} after {after!r}",
                 f"{ran[0]!r}, a later stage, has already run in this iteration",
@@ -400,7 +404,7 @@ class StageEdits(LiveFields, ABC):
         """Apply an edit of the graph. again: the stage whose output is out of date after the edit."""
         before = self._lasting_graph()
         after = edit(before)  # raises for a wrong edit, before anything is changed
-        stale = [name for name in before.downstream(again) if name in self.made] if again and self.under_way else []
+        stale = [name for name in before.downstream(again) if name in self.made] if again and self._under_way else []
         if updated := [name for name in stale if before[name].updates]:
             raise BadInput(
                 what,
@@ -413,7 +417,7 @@ class StageEdits(LiveFields, ABC):
         self._edits.append(edit)
         for name in [name for name in self.made if name.partition(" (draw ")[0] in stale]:  # also DAPO's further draws
             del self.made[name]
-        if self.under_way and all(name in self.made for name in after.names):  # the edit removed the remaining stages
+        if self._under_way and all(name in self.made for name in after.names):  # the edit removed the remaining stages
             self._end()
 
     def _has_run(self, stage: str, once: Once) -> None:
@@ -428,7 +432,7 @@ class StageEdits(LiveFields, ABC):
         return {**others, stage: rest} if rest else others
 
     def _check_open_updates(self, what: str, after: Graph, stale: Collection[str] = ()) -> None:
-        if self.under_way:
+        if self._under_way:
             self.graph().check_open_updates(self.lab, what, self.made.keys(), after, stale)
 
     def _note_arguments(self, before: Graph, stage: str, arguments: Mapping[str, Any], how: str = "") -> None:

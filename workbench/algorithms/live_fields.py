@@ -65,8 +65,10 @@ class LiveFields(NamedAttributes):
         if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
             remedy = remedy_for(name, named) or f"to add a field, write it in the class: {name}: float = 0.0"
             raise BadInput(f"{title}.{name} = {shown(value)}", f"its fields are {', '.join(named)}", remedy)
-        if name not in named and callable(getattr(type(self), name, None)) and not callable(value):
-            raise BadInput(f"{title}.{name} = {shown(value)}", "it is a method of the algorithm, not a setting")
+        own = getattr(type(self), name, None)
+        read_only = isinstance(own, property) and own.fset is None
+        if name not in named and (read_only or (callable(own) and not callable(value))):
+            raise BadInput(f"{title}.{name} = {shown(value)}", "it is a part of the algorithm, not a setting")
         if name in named and DEFINED.get() is self:
             raise BadInput(
                 f"{title}.{name} = {shown(value)} in define",

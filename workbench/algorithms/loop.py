@@ -58,12 +58,9 @@ class Algorithm(StageEdits):
     """
 
     lab: Lab
-    iteration = 0
-    """The number of the iteration in which this algorithm last ran a stage; 0 before the first."""
-    by_hand = False
-    """Whether `step` ran a stage of the last iteration, so that the user may have paused between stages."""
-    ended_iterations = 0
-    """The number of iterations that this algorithm has completed in this kernel."""
+    _iteration = 0
+    _by_hand = False  # whether `step`, not `iterate`, ran a stage of the current iteration
+    _ended = 0
     _interrupted = False  # whether the current iteration was interrupted
     _run_before = 0  # the number of the last stage run before the current iteration
     _staleness = 0  # how many iterations the current `run` generates ahead
@@ -91,13 +88,28 @@ class Algorithm(StageEdits):
     # --- running stages and iterations --------------------------------------------------------------------------------
 
     @property
+    def iteration(self) -> int:
+        """The number of the iteration in which this algorithm last ran a stage; 0 before the first."""
+        return self._iteration
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether `step` ran a stage of the last iteration, so that the user may have paused between stages."""
+        return self._by_hand
+
+    @property
+    def ended_iterations(self) -> int:
+        """The number of iterations that this algorithm has completed in this kernel."""
+        return self._ended
+
+    @property
     def next_stage(self) -> str:
         """The stage that `step` would run."""
         return self._next(self.graph()).name
 
     def _next(self, graph: Graph) -> Stage:
         """Return the first stage that has not run; the graph's first stage if no iteration is under way."""
-        if not self.under_way:
+        if not self._under_way:
             return graph.stages[0]
         return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[-1])
 
@@ -116,16 +128,16 @@ class Algorithm(StageEdits):
         graph = self._graph_with(once)
         stage = self._next(graph)
         self.lab.position.begin(self)
-        if self.under_way and all(name in self.made for name in graph.names):  # interrupted after its last stage
+        if self._under_way and all(name in self.made for name in graph.names):  # interrupted after its last stage
             self._end()
             return self.made[stage.name]
         of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
-        if not self.under_way:
+        if not self._under_way:
             graph.check_columns()  # before prompts are drawn
             self._check_rows(graph)  # a role's `minibatches` may have changed
             graph.check_corrections(type(self).__name__)
             self.made.clear()
-            self.under_way, self._interrupted, self.by_hand = True, False, False
+            self._under_way, self._interrupted, self._by_hand = True, False, False
             self._run_before = self.lab.runner.counters.run
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         note_settings(self, of_run, self._kept_arguments(), once)
@@ -133,7 +145,7 @@ class Algorithm(StageEdits):
             generate_ahead(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
             finish_paused(self.lab, graph, self._draw_ahead)
-        self.by_hand |= not self.lab.runner.batches.iterating
+        self._by_hand |= not self.lab.runner.batches.iterating
         with journaling(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = from_buffer(self.lab, graph)
@@ -143,7 +155,7 @@ class Algorithm(StageEdits):
                     self._from_buffer = ()
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)
             made = self.made[stage.name]
-            self.iteration = self.lab.iteration
+            self._iteration = self.lab.iteration
             self.lab.position.unfinished = type(self).__name__, self.iteration
             self._has_run(stage.name, once)
             self.lab.note_position()
@@ -190,14 +202,14 @@ class Algorithm(StageEdits):
         """Do what `restart` does, without a record of it."""
         with uninterrupted():
             self.lab.buffer.waiting[:0] = self._from_buffer
-            given_up, self.under_way, self._from_buffer = self.under_way, False, ()
+            given_up, self._under_way, self._from_buffer = self._under_way, False, ()
             if given_up:
                 self.lab.runner.interrupted.forget(behind=self._run_before)
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits for the stages; until then the iteration is under way
         with uninterrupted(), self._quietly():
-            self.under_way, self._from_buffer, self.ended_iterations = False, (), self.ended_iterations + 1
+            self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
             self.lab.position.unfinished = None
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: metrics of a skipped step may be NaN
             self.lab.note_position()
@@ -240,11 +252,11 @@ class Algorithm(StageEdits):
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
-        self.iteration = saved["iteration"]
+        self._iteration = saved["iteration"]
         if made is not None:
             self.made.clear()
             self.made.update(made)
-            self.under_way = True
+            self._under_way = True
             graph = self.graph()  # if `define` has new stages, the stages that take their batches run again
             again = {n for stage in graph.names if stage not in made for n in graph.downstream(stage) if n in made}
             if not any(graph[name].updates for name in again):
@@ -253,9 +265,9 @@ class Algorithm(StageEdits):
 
     def go_back(self, iteration: int) -> None:
         """Set the position to the end of an iteration; the next step begins the iteration after it."""
-        self.under_way, self._from_buffer = False, ()
+        self._under_way, self._from_buffer = False, ()
         self.made.clear()
-        self.iteration = iteration
+        self._iteration = iteration
         self.was_restored = False
 
     def iterate(self) -> dict[str, float]:
@@ -263,7 +275,7 @@ class Algorithm(StageEdits):
         iterating = replaced(self.lab.runner.batches, "iterating", True)
         with iterating, recording(self, "iterate"), self._stoppable("iterate"):
             self.step()
-            while self.under_way:
+            while self._under_way:
                 self.step()
             return self.metrics()
 
@@ -272,7 +284,7 @@ class Algorithm(StageEdits):
         """Make interrupts between two stages name the next stage, and all interrupts say if this cell can continue."""
 
         def left() -> tuple[str, str]:
-            if not self.under_way:
+            if not self._under_way:
                 return f"iteration {self.iteration} has ended", "run the cell again to begin the next one"
             following = f"{self.next_stage} of iteration {self.lab.iteration} is next"
             return following, "run the cell again to continue with it"
@@ -282,7 +294,7 @@ class Algorithm(StageEdits):
             with stoppable(f"{name}.{call}()", left):
                 yield
         except StageInterrupted as error:
-            if self.under_way and self._made_in is not None and self._made_in == running_cell():
+            if self._under_way and self._made_in is not None and self._made_in == running_cell():
                 held = variable_of(self)
                 goes_on = f"call {held}.{call}(...) in another cell" if held else "create it in a separate cell"
                 error.remedy = f"running this cell again makes another {name}, which begins a new iteration: {goes_on}"
@@ -338,7 +350,7 @@ class Algorithm(StageEdits):
         rows, seconds = [], []
         self.lab.position.take_up(self)
         saved = self.was_restored and self.lab.position.saved_algorithm is not None
-        resumed = self.under_way and (self._interrupted or saved)
+        resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__
         recorded = recording(self, "run", resumed=resumed, staleness=staleness, pause_after=pause_after)
@@ -362,10 +374,10 @@ class Algorithm(StageEdits):
                     left = self.lab.runner.interrupted.unfinished.values()
                     begun = any(update.number > runs for update in left)  # includes updates that failed between steps
                     goes_on = begun or isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
-                    self._interrupted = self.under_way = self.under_way and goes_on
+                    self._interrupted = self._under_way = self._under_way and goes_on
                     if updates & sent:
                         self._from_buffer = ()
-                    if not self.under_way:
+                    if not self._under_way:
                         self._give_up()
                     raise
                 finally:
