@@ -24,8 +24,7 @@ from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
-from workbench.support.validation import PositiveInt
-from workbench.workers.passes import ZeroToOne
+from workbench.support.validation import PositiveInt, ZeroToOne
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab

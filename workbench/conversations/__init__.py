@@ -10,8 +10,7 @@ from workbench.conversations.chat import Chat, NoEnvironment
 from workbench.errors import BadInput
 from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checked_call
-from workbench.support.validation import NonNegativeInt
-from workbench.workers.passes import ZeroToOne
+from workbench.support.validation import NonNegativeInt, ZeroToOne
 
 MOST_OPEN = 8  # conversations that keep their environments' process
 

@@ -128,6 +128,7 @@ NonNegativeInt = Annotated[Whole, Field(ge=0)]
 FINITE = Field(allow_inf_nan=False)
 PositiveFloat = Annotated[Number, Field(gt=0), FINITE]
 NonNegativeFloat = Annotated[Number, Field(ge=0), FINITE]
+ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 SEQUENCE = Strict(False)  # for a tuple: accept a list
 
 

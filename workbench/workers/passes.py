@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
@@ -31,7 +30,6 @@ from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.placement.estimate import MOST_TOKENS, TOKENS_STEP
 from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.support.machine import own_gpu_bytes
-from workbench.support.validation import Number
 from workbench.telemetry import Recorder
 from workbench.workers.hints import not_finite_in
 from workbench.workers.micro_batches import (
@@ -51,9 +49,6 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 # lengths and fragmentation.
 TRIAL_TOKENS, TRIAL_ROW_TOKENS = (1024, 2048), 512
 MARGIN = 0.1
-
-# types of arguments of operations
-ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 
 Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # the module's arguments for a micro-batch
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]

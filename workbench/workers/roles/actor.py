@@ -31,13 +31,12 @@ from workbench.objectives.correction import Correction
 from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import CovarianceLoss, KLCov, PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import FINITE, NonNegativeFloat, Number, PositiveFloat, PositiveInt
+from workbench.support.validation import FINITE, NonNegativeFloat, Number, PositiveFloat, PositiveInt, ZeroToOne
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch
 from workbench.workers.model_worker import check_update
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
     Term,
-    ZeroToOne,
     chosen,
     mean_of,
     old_log_prob_temperature,

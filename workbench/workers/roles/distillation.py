@@ -28,10 +28,10 @@ from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.kl import divergence, merge_other_tokens
-from workbench.support.validation import PositiveInt
+from workbench.support.validation import PositiveInt, ZeroToOne
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
 from workbench.workers.model_worker import TrainedWorker, check_update
-from workbench.workers.passes import Term, ZeroToOne, sampling_temperature
+from workbench.workers.passes import Term, sampling_temperature
 
 TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
 # The batch's meta key of the temperature of the teacher's log-probabilities.

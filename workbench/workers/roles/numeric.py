@@ -21,7 +21,7 @@ from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
-from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, PositiveInt
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, PositiveInt, ZeroToOne
 from workbench.workers.advantages import (
     BY_TURN,
     GROUPED,
@@ -32,7 +32,6 @@ from workbench.workers.advantages import (
     MacroTokens,
     with_baselines,
 )
-from workbench.workers.passes import ZeroToOne
 from workbench.workers.user_estimator import AN_ESTIMATOR, COST, GIVEN, REWARD, Signal
 from workbench.workers.user_loss import ParameterNames, UserFunction, check_asked, check_function
 from workbench.workers.worker import Worker

@@ -27,11 +27,11 @@ from workbench.models.loading import SHARD_GB
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
-from workbench.support.validation import NonNegativeInt, Number, PositiveFloat, PositiveInt
+from workbench.support.validation import NonNegativeInt, Number, PositiveFloat, PositiveInt, ZeroToOne
 from workbench.workers.judge import JudgeEngine
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
+from workbench.workers.passes import LAST_TOKEN_SCORES
 from workbench.workers.roles.preferences import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, weighted, zero_failed
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
