@@ -92,6 +92,10 @@ class TestTokenRewards:
         with expect_error(BadInput, value="scores_B"):
             token_rewards(scores, self.log_prob, self.ref, self.mask, beta=0.1)
 
+    def test_a_penalty_needs_a_reference(self) -> None:
+        with expect_error(BadInput, value="ref_log_prob_BT=None", rule="beta=0.1 needs"):
+            token_rewards(torch.zeros(2), self.log_prob, None, self.mask, beta=0.1)
+
 
 def gae_by_double_sum(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor

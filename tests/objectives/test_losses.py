@@ -174,6 +174,8 @@ class TestPolicyLoss:
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
         with expect_error(BadInput, value="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))
+        with expect_error(BadInput, value="max_response_tokens=None", rule="fixed-length"):
+            denominator(x, "fixed-length")
 
 
 class TestValueLoss:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from workbench.errors import BadInput
 from workbench.objectives.arguments import same_shape, upcast
 from workbench.support.validation import one_of
 
@@ -31,7 +32,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
 
     A sequence counts if it has a valid token, so rows that only pad a micro-batch change nothing.
 
-    Raises `BadInput` on an unknown mode.
+    Raises `BadInput` on an unknown mode, or without a limit for fixed-length.
     """
     one_of("how", how, get_args(Aggregation))
     mask_BT = mask_BT.bool()
@@ -40,7 +41,8 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
     sequences = mask_BT.any(-1).sum().double()
     if how != "fixed-length":
         return sequences
-    assert max_response_tokens is not None
+    if max_response_tokens is None:
+        raise BadInput("max_response_tokens=None", "fixed-length divides by it", "pass the limit of the rollouts")
     return sequences * max_response_tokens
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.errors import BadInput
 from workbench.objectives.arguments import one_per_row, same_shape, upcast
 from workbench.objectives.kl import KLKind, kl_estimate
 
@@ -55,7 +56,7 @@ def token_rewards(
     log_prob_BT: the policy's at the start of the update, `old_log_prob`.
     ref_log_prob_BT: the reference's; None is allowed with beta = 0.
 
-    Raises `BadInput` on shapes that do not fit.
+    Raises `BadInput` on shapes that do not fit, or without a reference.
     """
     same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
     mask_BT = mask_BT.bool()
@@ -67,7 +68,9 @@ def token_rewards(
         valid_from_here_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
         rewards_BT = torch.where(valid_from_here_BT == 1, upcast(scores)[:, None], 0.0)
     if beta:
-        assert ref_log_prob_BT is not None
+        if ref_log_prob_BT is None:
+            rule = f"beta={beta:g} needs the reference's log-probabilities"
+            raise BadInput("ref_log_prob_BT=None", rule, "pass ref_log_prob_BT, or beta=0")
         rewards_BT = rewards_BT - beta * kl_estimate(log_prob_BT, ref_log_prob_BT, kind)
     return torch.where(mask_BT, rewards_BT, 0.0)
 
