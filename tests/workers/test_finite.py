@@ -39,6 +39,7 @@ def test_the_first_number_that_is_none() -> None:
     assert first_not_finite(torch.tensor([[1.0, 2.0], [3.0, nan]])) == (1, None, "nan")
     ragged = Ragged.of([[1.0, 2.0], [], [3.0, nan]], torch.float32)
     assert first_not_finite(ragged) == (2, 1, "nan")
+    assert first_not_finite(torch.tensor([3e38, 3e38])) is None  # their sum is infinite
 
 
 def test_a_weight_that_is_none(lab: wb.Workbench) -> None:
