@@ -116,6 +116,10 @@ def test_a_wrong_corpus_is_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(BadInput, match=why):
             wb.toolbox.search(corpus)  # type: ignore[arg-type]
+    for file, texts in ("texts.jsonl", '"Paris"\n"Rome"'), ("texts.json", '["Paris", "Rome"]'):
+        (tmp_path / file).write_text(texts)
+        with expect_error(BadInput, remedy='{"text": ...}'):
+            wb.toolbox.search(tmp_path / file)
     for name, value in (("results", 0), ("words", 65), ("words", 0), ("name", "a b")):
         with pytest.raises(BadInput, match=name):
             wb.toolbox.search(CORPUS, **{name: value})  # type: ignore[arg-type]

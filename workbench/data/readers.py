@@ -146,7 +146,8 @@ def _json_row(line: bytes, where: str) -> Row | BadInput:
         return BadInput(f"{where}: {error}", JSON_RULE, "correct or delete the line")
     if isinstance(row, dict):
         return row
-    return BadInput(f"{where} is of type {type(row).__name__}", JSON_RULE, 'write {"prompt": ...}')
+    remedy = 'write {"prompt": ...}, or {"text": ...} in a corpus'
+    return BadInput(f"{where} is of type {type(row).__name__}", JSON_RULE, remedy)
 
 
 def _json(path: Path, whole: bool) -> Blocks:

@@ -162,7 +162,7 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
         if isinstance(row, Mapping):
             text, title = row.get("text"), row.get("title", "")
         if not isinstance(text, str) or not isinstance(title, str):
-            raise BadInput(f"entry {n} of a corpus, {row!r:.60}", "must be a text, or a row with a 'text'")
+            raise BadInput(f"entry {n} of a corpus, {row!r:.60}", "'text' and 'title' are texts", 'write {"text": ...}')
         yield title, text
 
 
