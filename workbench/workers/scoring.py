@@ -227,7 +227,7 @@ class Scoring:
                             break
         finally:
             kinds = self._share(shared, scores, errors, asked, stay)
-        several = self._require_alike(kinds)
+        several = self._require_alike(kinds, scores)
         for name in self.components:
             for i in asked:
                 if i not in scores[name] and i not in errors[name]:
@@ -336,15 +336,16 @@ class Scoring:
         ]
         return communicator.all_reduce_max(torch.tensor([[any(kind), not all(kind)] for kind in kinds]).float())
 
-    def _require_alike(self, kinds: Tensor) -> dict[str, bool]:
+    def _require_alike(self, kinds: Tensor, scores: Mapping[str, Mapping[int, Score]]) -> dict[str, bool]:
         """Return, for each component, whether it gives a row several numbers. Raises `RewardError`, on all ranks, if it
         gives some rows one number and others several."""
         found: dict[str, bool] = {}
         for name, (several, one) in zip(self.components, kinds.bool().tolist(), strict=True):
             if several and one:
+                told = [f"; it gave {shown(score)} for row {self.batch.rows[i]}" for i, score in scores[name].items()]
                 raise RewardError(
                     f"reward function {name_of(self.components[name][0])}: column {self._name(name)!r} would have one "
-                    "number in some rows, and several in others",
+                    f"number in some rows, and several in others{''.join(told[:1])}",
                     ALIKE,
                     "" if self.only is None else "leave out only=, so that all rows are scored",
                 )
