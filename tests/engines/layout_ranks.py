@@ -199,6 +199,7 @@ def more(layout: Layout, kind: str) -> dict[str, Any]:
     frozen = make_training_engine(module_of("tied llama"), None, groups, device=CPU, dtype=torch.float32)
     own = weights(engine_of("tied llama", groups))
     found["frozen"] = [bool(torch.equal(weight, own[name])) for name, weight in frozen.named_weights()]
+    found["with gradients"] = _refusal(lambda: low.forward(**batch[0].inputs))
     found["odd model"] = _refusal(lambda: _odd_model(groups, kind))
     return found
 

@@ -72,6 +72,7 @@ def test_what_else_an_engine_promises(seen: Any, promised: Layout) -> None:
         assert rank["skipped"]
         assert len(rank["frozen"]) > 10
         assert all(rank["frozen"])
+        assert ("use step()" in rank["with gradients"]) == (promised.p > 1)
         # a pipeline alone hands hidden states on from stage to stage
         assert ("computes something else" in rank["odd model"]) == (promised.p > 1)
 

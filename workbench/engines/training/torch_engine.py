@@ -35,6 +35,7 @@ from workbench.engines.training.steps import (
     set_rates,
     with_moments,
 )
+from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.training import Training
@@ -224,6 +225,9 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
     def forward(self, **inputs: Any) -> Any:
         if self._groups.layout.p == 1:
             return super().forward(**inputs)
+        if torch.is_grad_enabled():
+            value = f"forward() with gradients over p={self._groups.layout.p} pipeline stages"
+            raise BadInput(value, "the losses are on the last stage", "use step(), or torch.no_grad()")
         self.load("parameters")
         return self._pipeline.forward(inputs)
 
