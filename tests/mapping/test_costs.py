@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from dataclasses import fields, replace
 from typing import Any
 
@@ -55,6 +57,15 @@ def test_a_model_has_the_sizes_that_costs_are_made_of(actor: RoleModel) -> None:
 def even(**changes: Any) -> Hardware:
     """The machines of A100s without tiles, at their peaks, so that terms can be worked out by hand."""
     return replace(A100, products=ProductRates(), inside_bytes_s=300e9, machine_bytes_s=25e9, **changes)
+
+
+def test_a_model_computes_a_call_once_and_is_not_kept(actor: RoleModel) -> None:
+    model = CostModel(even(), WORK)
+    assert model.infer(actor, Layout(2, 4, 2)) is model.infer(actor, Layout(2, 4, 2))
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_terms_of_a_pass_and_of_training(actor: RoleModel) -> None:

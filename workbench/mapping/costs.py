@@ -104,6 +104,10 @@ class CostModel:
     hardware: Hardware
     workload: Workload
 
+    def __post_init__(self) -> None:
+        for name in ("_forward", "_backward", "infer", "train"):
+            object.__setattr__(self, name, lru_cache(16_384)(getattr(self, name)))  # ends with the model
+
     def _product(self, m: int, n: int, k: int, item_bytes: int) -> float:
         hardware = self.hardware
         return hardware.products.seconds(m, n, k, flop_s=hardware.flop_s(self.workload.dtype),
@@ -113,7 +117,6 @@ class CostModel:
         """Return the seconds to stream bytes through a device's memory."""
         return nbytes / (self.hardware.memory_bytes_s * self.hardware.products.stream_share)
 
-    @lru_cache(maxsize=16_384)  # noqa: B019 (instances are small)
     def _forward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """Return the seconds of one of t tensor ranks for all layers without attention, for attention, and the head."""
         item, (layers, head) = role.frozen_bytes, matrices(role, t)
@@ -139,7 +142,6 @@ class CostModel:
         sums; rotations; gate, up and their product."""
         return 14 * role.hidden + (2 * (role.queries + role.keys) + 3 * role.inner) / t
 
-    @lru_cache(maxsize=16_384)  # noqa: B019 (instances are small)
     def _backward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """Like `_forward`, for the backward pass. With an adapter, the frozen matrices have no gradient."""
         item, seconds = role.frozen_bytes, list[float]()
@@ -199,7 +201,6 @@ class CostModel:
         """Return the host's seconds to start the layers of passes; 0 if the host runs ahead of the device."""
         return 0.0 if self.hardware.runs_ahead else layers * self.hardware.layer_start_s
 
-    @lru_cache(maxsize=16_384)  # noqa: B019
     def infer(self, role: RoleModel, layout: Layout) -> Terms:
         work = self.workload
         tokens, micro, slots = self._passes(role, layout, work.rows)
@@ -214,7 +215,6 @@ class CostModel:
             calls=layout.size,
         )
 
-    @lru_cache(maxsize=16_384)  # noqa: B019
     def train(self, role: RoleModel, layout: Layout, recomputed: bool | None = None) -> Terms:
         """Return the terms of an update. recomputed: whether activations are; None: as in the settings."""
         work = self.workload
