@@ -23,7 +23,7 @@ from workbench.resharding.plan import WeightShard
 
 # If a larger share of its elements changed, a weight is sent whole.
 MOST = 0.5
-MOST_WORDS = 0.95  # the same for 8-byte words that differ anywhere
+FEW_WORDS = 0.25  # of the 8-byte words: if more differ, elements are compared one by one
 HEAD_BYTES = 12
 
 
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 @torch.no_grad()
 def change(old: Tensor, new: Tensor) -> Change | None:
     """Return the change from `old` to `new`, both contiguous and of the same shape, dtype and device; None if more than
-    a share of `MOST` elements, or `MOST_WORDS` words, changed."""
+    a share of `MOST` elements changed."""
     a, b = (_bits(tensor).view(-1) for tensor in (old, new))
     kind = np.int32 if len(a) < 2**31 else np.int64
     if a.is_cuda:
@@ -66,16 +66,18 @@ def change(old: Tensor, new: Tensor) -> Change | None:
         at = differs.nonzero()[:, 0]
         return Change(at.cpu().numpy().astype(kind), (b[at] - a[at]).cpu().numpy())
     x, y = a.numpy(), b.numpy()
-    each = 8 // x.itemsize if len(x) % (8 // x.itemsize) == 0 else 1  # compare 8 bytes at a time: few differ
-    x, y = (bits.view(f"i{each * bits.itemsize}") for bits in (x, y))
-    differing = x != y
-    if np.count_nonzero(differing) > MOST_WORDS * len(differing):
-        return None
+    each = 8 // x.itemsize if len(x) % (8 // x.itemsize) == 0 else 1  # compare 8 bytes at a time if few differ
+    wide = [bits.view(f"i{each * bits.itemsize}") for bits in (x, y)]
+    differing = wide[0] != wide[1]
+    if np.count_nonzero(differing) > FEW_WORDS * len(differing):
+        differing = x != y
+        if np.count_nonzero(differing) > MOST * len(a):
+            return None
+        places = np.flatnonzero(differing)
+        return Change(places.astype(kind), y[places] - x[places])
     words = np.flatnonzero(differing)
-    x, y = (bits[words].view(f"i{old.element_size()}") for bits in (x, y))
+    x, y = (bits[words].view(f"i{old.element_size()}") for bits in wide)
     inside = np.flatnonzero(x != y)
-    if len(inside) > MOST * len(a):
-        return None
     return Change((words[inside // each] * each + inside % each).astype(kind), (y - x)[inside])
 
 
