@@ -201,6 +201,9 @@ def test_the_spans_of_one_run_are_those_of_all_with_its_number(store: TelemetryS
     assert mine.to_dict("records") == every[every["run"] == 1].to_dict("records")
     assert len(store.spans(run=5)) == 0
     assert dtypes(store.spans(run=5)) == SPAN_COLUMNS
+    assert store.spans(since_s=300.0).to_dict("records") == every[every["end_s"] >= 300.0].to_dict("records")
+    assert len(store.spans(since_s=301.0)) == 0
+    assert len(store.spans(since_s=2.0)) == len(every)
 
 
 def blocked(store: TelemetryStore) -> Path:

@@ -218,6 +218,9 @@ def test_the_picture_of_the_last_iterations_is_made_from_these_and_the_one_befor
         picture = history.timeline(iterations)
         assert {device for _, device in picture.lanes} == {f"cpu:{device}" for device in devices}
         assert picture.span_count == (iterations or 4)
+    for number in range(5, 8):  # prompts were drawn, and no stage was called
+        _event(lab, "iteration", 1e9 + 10 * number, iteration=number)
+        assert {device for _, device in history.timeline(1).lanes} == {"cpu:3", "cpu:4"}
 
 
 def test_time_between_two_buttons_of_a_panel_is_nothing_called_and_within_one_it_is_the_controller(

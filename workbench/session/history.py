@@ -187,10 +187,13 @@ class History:
         `.sums(from_s, to_s)` those of each stage between two times.
         """
 
-        spans, events = self._telemetry.spans(), self._telemetry.events()
-        start = None
+        events, start = self._telemetry.events(), None
+        begun = events[events["event"] == "iteration"]["time_s"]
+        since_s = None if iterations is None else max(begun[: -iterations - 1], default=None)
+        spans = self._telemetry.spans(since_s=since_s)
+        if since_s is not None and not (spans["end_s"] >= begun.iloc[-2]).any():  # the last two called no stage
+            spans = self._telemetry.spans()
         if iterations is not None and len(spans):
-            begun = events[events["event"] == "iteration"]["time_s"]
             starts = begun[begun <= spans["end_s"].max()].to_list()  # the newest may have no span yet
             start = starts[-iterations:][0] if starts else None
             if len(starts) > iterations:  # a cell that called the iteration before may be between two of its stages

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 import warnings
@@ -103,6 +104,7 @@ MEMORY_COLUMNS = {
 }  # fmt: skip
 KEEP_BYTES = 32 * 2**20  # of rows that cannot be written
 LINE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+ENDED = re.compile(rb'"end_s":([\d.]+),')
 EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
@@ -187,13 +189,14 @@ class TelemetryStore:
         """Add the memory readings of hosts, including hosts that did not answer."""
         self._append("memory", [reading.row() for reading in readings])
 
-    def spans(self, run: NonNegativeInt | None = None) -> pandas.DataFrame:
+    def spans(self, run: NonNegativeInt | None = None, since_s: float | None = None) -> pandas.DataFrame:
         """Return every timed piece of work on every rank, one per row, ordered by start: `SPAN_COLUMNS`. Child spans
         lie inside their parents, so sum only rows with `parent == ""`.
 
-        run: only the spans of one stage call; other lines are not parsed.
+        run: only the spans of one stage call. since_s: only spans that end at this unix time or later. Other lines are
+        not parsed.
         """
-        return _timed_frame(self._read("spans", b"" if run is None else b'"run":%d,' % run), SPAN_COLUMNS)
+        return _timed_frame(self._read("spans", b"" if run is None else b'"run":%d,' % run, since_s), SPAN_COLUMNS)
 
     def transfers(self) -> pandas.DataFrame:
         """Return one row per transfer, ordered by start: `TRANSFER_COLUMNS`."""
@@ -321,15 +324,19 @@ class TelemetryStore:
                 stacklevel=2,
             )
 
-    def _read(self, name: str, having: bytes = b"") -> list[dict[str, Any]]:
-        """Return the rows of a file, and the waiting ones. having: only rows of lines with this text."""
+    def _read(self, name: str, having: bytes = b"", since_s: float | None = None) -> list[dict[str, Any]]:
+        """Return the rows of a file, and the waiting ones. having: only rows of lines with this text. since_s: only
+        rows whose `end_s` is at least that."""
         with self._lock:
             waiting = self._waiting.get(name, b"")
             try:
                 text = files.read_bytes(self._path(name)) + b"\n" * bool(waiting) + waiting
             except FileNotFoundError:
                 text = waiting
-        return json_rows(b"\n".join(line for line in text.splitlines() if having in line) if having else text)
+        lines = [line for line in text.splitlines() if having in line]
+        if since_s is not None:
+            lines = [line for line in lines if (found := ENDED.search(line)) and float(found[1]) >= since_s]
+        return json_rows(b"\n".join(lines))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
