@@ -88,7 +88,8 @@ class ConversationView(View):
         self.chat.go(number)
 
     def on_back(self) -> None:
-        self.chat.go(self.chat.path[-1].parent)
+        path = self.chat.path  # empty at a second press of Back
+        self.chat.go(path[-1].parent if path else None)
 
     def on_step(self) -> None:
         self.driver.start("a turn", self.chat.step)

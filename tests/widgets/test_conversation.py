@@ -82,6 +82,7 @@ def test_its_buttons_do_what_the_chat_does(view: ConversationView) -> None:
         press(view, "train")
         assert view.lab.weights["actor"].steps == steps + 1
     press(view, "back")
+    press(view, "back")  # a double click
     assert chat.here is None
     with expect_error(BadInput, value="continuations='x'"):
         view.act("continuations", {"value": "x"})
