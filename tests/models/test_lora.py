@@ -152,15 +152,17 @@ def test_targets_that_are_not_there(target: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of peft, for GPT-2
-@pytest.mark.parametrize("family", ["falcon_h1", "qwen2_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2", "qwen2_moe", "mixtral", "gpt2"])
 @pytest.mark.parametrize("targets", [None, ("q_proj", "c_attn")])
 def test_what_is_saved_and_moved_of_an_adapter_are_its_weights(family: str, targets: tuple[str, ...] | None) -> None:
-    """Routers are no linear layers, Mamba's `out_proj` is one that peft refuses, and GPT-2's have [in, out] weights."""
+    """Routers are no linear layers, and GPT-2's have [in, out] weights. Mamba's `out_proj` gets no adapter, and neither
+    do Zamba2's layers with a number for a name."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         family, vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, pad_token_id=0,
+        **{"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2} if family == "zamba2" else {},
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     there = {name.rpartition(".")[2] for name in linear_layers(model)}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"  # peft's name of a model's only adapter
-# Families whose kernels read out_proj's weight beside the layer, so that peft refuses to adapt it.
-OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+# Families whose kernels read out_proj's weight beside the layer, so that an adapter would not count. peft refuses most.
+OF_MAMBA = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2")
 
 
 LayerNames = Annotated[
@@ -116,13 +116,14 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrained
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return name -> (outputs, inputs) of the linear layers that may get an adapter: all except the output head and
-    those that peft refuses."""
+    """Return name -> (outputs, inputs) of the linear layers that may get an adapter: all except the output head, those
+    whose adapter would not count, and those with a number for a name, which peft would take for other layers."""
     from transformers.pytorch_utils import Conv1D
 
     head, found = model.get_output_embeddings(), dict[str, tuple[int, int]]()
     for name, part in model.named_modules():
-        refused = model.config.model_type in OF_MAMBA and name.rpartition(".")[2] == "out_proj"
+        last = name.rpartition(".")[2]
+        refused = last.isdigit() or (model.config.model_type in OF_MAMBA and last == "out_proj")
         if isinstance(part, nn.Linear | Conv1D) and part is not head and not refused:
             shape = part.weight.shape[::-1] if isinstance(part, Conv1D) else part.weight.shape
             found[name] = (shape[0], shape[1])
