@@ -79,8 +79,7 @@ def _check_batching(config: Any) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if getattr(family, "_is_stateful", False) or layers - LAYER_TYPES - {"chunked_attention"}:
+    if keeps_state(config):
         raise BadInput(
             f"a model of type {config.model_type} with Generation(engine='transformers')",
             "rows join and leave a batch with their keys and values, but layers of this model keep another state",
@@ -93,6 +92,15 @@ def _check_batching(config: Any) -> None:
             "rows are padded at their beginnings, and it takes no position_ids: it would count the padding",
             "use a model whose forward takes position_ids",
         )
+
+
+def keeps_state(config: Any) -> bool:
+    """Return whether layers of a model keep another state than keys and values, such as Mamba's."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return getattr(family, "_is_stateful", False) or bool(layers - LAYER_TYPES - {"chunked_attention"})
 
 
 def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

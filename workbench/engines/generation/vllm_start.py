@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workbench.engines.generation.base import keeps_state
 from workbench.errors import BadInput
 from workbench.models.loading import load_config, rope_of
 from workbench.models.lora import LoRA
@@ -209,6 +210,7 @@ def start_engine(
         max_num_seqs=rows,
         # If a prompt is prefilled in parts, samples are drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
+        enable_prefix_caching=False if on_cpu and keeps_state(config) else None,  # it would need prefill in parts
         # On a GPU vLLM warms up with this many tokens, divided over the rows: more than the rows can hold would be read
         # past the end of their block tables.
         max_num_batched_tokens=max(2048 if on_cpu else min(STEP_TOKENS, rows * longest), longest),
@@ -230,13 +232,14 @@ def start_engine(
         **({} if on_cpu else graph_arguments(rows)),
         **({} if lora is None else start_arguments(lora)),
     )
-    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu):
+    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu), transformers_kept():
         try:
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
             with default_group_spared():
                 parallel_state.cleanup_dist_env_and_memory()
-            if isinstance(error, ValueError):
+            # also of the last three classes, where it does not support a family on this device, or its configuration
+            if isinstance(error, ValueError | NotImplementedError | AttributeError | KeyError):
                 raise BadInput(
                     f"vLLM rejects {model_path.name!r} with {settings}",
                     str(error).strip(),
@@ -311,6 +314,21 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
     with (
         replaced(_CPUSHMDistributed, "make_group_name", private_name),
         replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+    ):
+        yield
+
+
+@contextmanager
+def transformers_kept() -> Iterator[None]:
+    """Keep transformers as the trainer needs it. vLLM has config classes of its own for some families, and registers
+    them in place of transformers'. Where it has no model of its own, it computes with transformers' class, and would
+    make that class compile itself, so that no trainer could use it."""
+    from transformers import CONFIG_MAPPING
+    from vllm.model_executor.models.transformers.base import Base
+
+    with (
+        replaced(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content)),  # noqa: SLF001
+        replaced(Base, "_decorate_cls_for_torch_compile", lambda *classes, **more: None),
     ):
         yield
 
