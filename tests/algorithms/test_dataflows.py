@@ -388,6 +388,24 @@ def less_the_mean(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return rewards - torch.stack([rewards[group == prompt].mean() for prompt in group])
 
 
+def test_an_estimator_that_reads_old_log_prob_gets_it_before_a_single_step(lab: wb.Workbench) -> None:
+    def surprise(rewards: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+        return rewards - old_log_prob.mean(-1)
+
+    lab.actor.training.minibatches = 1
+    try:
+        with lab.kept("actor"):
+            algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator=surprise)
+            algorithm.run(1)
+    finally:
+        lab.actor.training.minibatches = 2
+    table = algorithm.made["compute_advantages"].fetch(["advantages", "old_log_prob", "rewards"])
+    means = torch.stack([row.mean() for row in table["old_log_prob"].rows()])
+    torch.testing.assert_close(
+        torch.stack([row[0] for row in table["advantages"].rows()]), table["rewards"] - means, rtol=1e-5, atol=1e-5
+    )
+
+
 def test_a_run_goes_on_after_a_step_that_was_skipped(lab: wb.Workbench) -> None:
     """Its metrics are not finite, and no method of an algorithm refuses them."""
     algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss=lambda log_prob: -log_prob + torch.inf)

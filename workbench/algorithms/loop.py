@@ -44,6 +44,7 @@ from workbench.support.named_fields import check_call
 from workbench.support.notebook_cell import Cell, running_cell, variable_of
 from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
+from workbench.workers.user_loss import ParameterNames
 
 
 @checks_calls(
@@ -416,7 +417,9 @@ class Algorithm(StageEdits):
         """
         training = self.lab.actor.spec.training
         one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
-        compares = isinstance(getattr(self, "loss", None), CovarianceLoss) or penalised
+        estimator = getattr(self, "estimator", None)
+        reads = callable(estimator) and "old_log_prob" in ParameterNames.of(estimator).names
+        compares = isinstance(getattr(self, "loss", None), CovarianceLoss) or penalised or reads
         return one_step and not compares and getattr(self, "correction", None) is None
 
     def need(self, *roles: str) -> None:
