@@ -197,7 +197,7 @@ class Algorithm(StageEdits):
         with uninterrupted(), recording(self, "restart"):
             self._give_up()
             if self.lab.position.unfinished == (type(self).__name__, self.iteration):  # as the user knows
-                self.lab.position.unfinished = None
+                self.lab.position.unfinished = self.lab.position.saved_algorithm = None
 
     def _give_up(self) -> None:
         """Do what `restart` does, without a record of it."""
@@ -211,7 +211,7 @@ class Algorithm(StageEdits):
         metrics = self.metrics()  # waits for the stages; until then the iteration is under way
         with uninterrupted(), self._quietly():
             self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
-            self.lab.position.unfinished = None
+            self.lab.position.unfinished = self.lab.position.saved_algorithm = None
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: metrics of a skipped step may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)

@@ -90,6 +90,13 @@ def test_it_goes_on_in_the_middle_of_an_iteration(run: Uninterrupted, tmp_path: 
         assert frame.index.to_list() == [3, 4]
 
 
+@pytest.mark.parametrize("leave", ["iterate", "restart"])
+def test_an_iteration_that_is_over_is_not_taken_up_again(leave: str, run: Uninterrupted, tmp_path: Path) -> None:
+    with wb.restore(run.folder / "middle", name="again", runs=tmp_path) as lab:
+        getattr(ppo_of(lab), leave)()
+        assert not ppo_of(lab).under_way
+
+
 def test_it_names_the_iteration_that_it_goes_on_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_lab("under-way", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
         grpo = wb.GRPO(lab, **OPTIONS)
