@@ -261,6 +261,10 @@ def test_special_tokens_are_there_for_functions_that_ask_for_them(lab: wb.Workbe
             assert raw_response.replace(end, "") == response
             return "!", float(response_ids[-1]), False
 
+    class Reordered:
+        def step(self, raw_response: str, response_ids: list[int], response: str) -> tuple[str, float, bool]:
+            return Raw().step(response, raw_response, response_ids=response_ids)
+
     class Plain:
         def step(self, response: str, **more: Any) -> tuple[str, float, bool]:
             assert not more and "<|" not in response
@@ -276,7 +280,7 @@ def test_special_tokens_are_there_for_functions_that_ask_for_them(lab: wb.Workbe
 
     # only marks: most of them that of a tool
     sampling = {"max_turns": 2, "max_new_tokens": 40, "logit_bias": {6: 8.0, 2: 7.0}, "stop_token_ids": (6,)}
-    for environment in (Raw, lambda: Raw(), Plain):
+    for environment in (Raw, lambda: Raw(), Reordered, Plain):
         batch = lab.actor.generate_sequences(lab.prompts.next(4), environment=environment, seed=3, **sampling)
         ids = column(batch, "response_ids").rows()
         marks = sum(int((row == 6).sum()) for row in ids)

@@ -204,7 +204,7 @@ def checked_beginning(beginning: tuple[Any, bool], *call: object) -> tuple[str |
 def step(make: object, state: Mapping[int, Any], row: int, text: str, more: Mapping[str, Any]) -> Any:
     """Call `step` of a row's environment. more: values for optional parameters, see `RAW_RESPONSE` and `MESSAGE`."""
     method = state[row].step
-    given = {name: value for name, value in more.items() if asks_for(method, name)}
+    given = {name: value for name, value in {"response": text, **more}.items() if asks_for(method, name)}
     return method(**given) if next(iter(parameters_of(method) or ()), None) in given else method(text, **given)
 
 

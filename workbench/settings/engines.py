@@ -104,7 +104,8 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
         )
     try:
         signature = inspect.signature(step)
-        by_name = {name: None for name in ("raw_response", "response_ids", "message") if name in signature.parameters}
+        names = ("response", "raw_response", "response_ids", "message")
+        by_name = {name: None for name in names if name in signature.parameters}
         text = () if [*signature.parameters][1:2] in ([name] for name in by_name) else ("response",)
         signature.bind("self", *text, **by_name)
     except TypeError as error:
