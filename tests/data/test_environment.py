@@ -348,6 +348,8 @@ def test_a_slow_environment_holds_up_its_own_conversation_only(lab: wb.Workbench
         (("x", 1.0, "no"), "returned"),
         ((5, 1.0, False), "returned"),
         (([{"content": "no role"}], 1.0, False), "returned"),
+        (([{"role": "user", "text": "no content"}], 1.0, False), "returned"),
+        (([{"role": "human", "content": "5"}], 1.0, False), "returned role 'human'.*template .*does not know it"),
     ],
 )
 def test_a_wrong_reply_names_row_prompt_and_rank(lab: wb.Workbench, reply: Any, message: str) -> None:

@@ -144,7 +144,14 @@ def test_wrong_messages_fail_their_row(lab: wb.Workbench) -> None:
         wrong.first = [{"role": "user", "content": "x" * 5000}]
         return wrong
 
+    def robot() -> Wrong:
+        wrong = Wrong()
+        wrong.first = [{"role": "robot", "content": "x"}]
+        return wrong
+
     prompts = lab.prompts.next(1)
+    with expect_error(RolloutError, value=r"reset of .* returned role 'robot'", rule="does not know it"):
+        lab.actor.generate_sequences(prompts, environment=robot)
     with expect_error(
         RolloutError, value=r"reset of environment Wrong returned \[", rule="it must return a text, messages or None"
     ):

@@ -209,15 +209,14 @@ def step(make: object, state: Mapping[int, Any], row: int, text: str, more: Mapp
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages whose content is text, with only texts that a tokenizer accepts."""
-    return (
-        isinstance(value, list)
-        and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and is_text(message.get("content", ""))
-            for message in value
-        )
-        and has_texts(value)
-    )
+    """Whether a value is a list of messages with a content, or calls, of texts that a tokenizer accepts."""
+
+    def fits(message: Any) -> bool:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        return is_text(message.get("content", "" if message.get("tool_calls") else None))
+
+    return isinstance(value, list) and all(map(fits, value)) and has_texts(value)
 
 
 def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]] | None, float, bool]:

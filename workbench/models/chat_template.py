@@ -39,9 +39,16 @@ def rendered(
     next_turn: whether to include the head of that turn. tools: JSON schemas of functions that the assistant may call.
     arguments: further variables of the template.
 
-    Raises `BadInput` if the template raises, or takes more than ten seconds.
+    Raises `BadInput` if the template raises, or takes more than ten seconds, and for a role that it does not know, but
+    would write unchanged.
     """
     name = tokenizer.name_or_path
+    for message in messages:
+        if message["role"] not in ROLES and not reads(tokenizer, message["role"]):
+            raise BadInput(
+                f"role {message['role']!r}", f"the chat template of {name!r} does not know it",
+                f"rename it to one of {', '.join(ROLES)}: 'human' is 'user', 'gpt' or 'bot' is 'assistant'",
+            )  # fmt: skip
     try:
         with time_limit(TIMEOUT_S):
             return str(
@@ -79,16 +86,10 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]], tools: Sequence[Any]) -> set[str]:
-    """Return the further keys of messages, and "tools" if there are tools, that the chat template ignores. Raises
-    `BadInput` for a role that the template does not know, but would write unchanged."""
+    """Return the further keys of messages, and "tools" if there are tools, that the chat template ignores."""
     there = {"tools"} if tools else set[str]()
     for message in messages:
         there |= {key for key, value in message.items() if value and key not in _PLAIN}
-        if message["role"] not in ROLES and not reads(tokenizer, message["role"]):
-            raise BadInput(
-                f"role {message['role']!r}", f"the chat template of {tokenizer.name_or_path!r} does not know it",
-                f"rename it to one of {', '.join(ROLES)}: 'human' is 'user', 'gpt' or 'bot' is 'assistant'",
-            )  # fmt: skip
     return {name for name in there if not reads(tokenizer, name)}
 
 
