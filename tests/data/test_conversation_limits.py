@@ -117,6 +117,9 @@ def test_where_no_turn_is_answered_the_call_says_so(lab: wb.Workbench, capsys: p
 
     lab.actor.generate_sequences(prompts, environment=Long, **SAMPLING)
     assert said.format("Long") in capsys.readouterr().err
+    short = wb.Context(max_tokens=2, turn_tokens=1)
+    lab.actor.generate_sequences(prompts, environment=Caller, context=short, **SAMPLING)
+    assert "max_new_tokens=100, Context.max_tokens=2 or Generation.max_model_tokens" in capsys.readouterr().err
     lab.actor.generate_sequences(prompts, environment=Caller, **SAMPLING)
     assert "no reply of" not in capsys.readouterr().err
 

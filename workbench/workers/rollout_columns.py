@@ -69,10 +69,12 @@ def never_answered(conversations: Sequence[Conversation], sampling: Sampling, ra
     message."""
     if not conversations or any(c.ending != "max_tokens" or c.turns > 1 for c in conversations):
         return ()
+    context = f", Context.max_tokens={sampling.context.max_tokens}" if sampling.context else ""
     return (
         f"no reply of environment {name_of(sampling.environment)} was read on rank {rank}: all {len(conversations)} "
         "conversations were cut in their first turn, or had no room for its reply, because of "
-        f"max_new_tokens={sampling.max_new_tokens} or Generation.max_model_tokens. Raise them, or end turns with stop=",
+        f"max_new_tokens={sampling.max_new_tokens}{context} or Generation.max_model_tokens. Raise "
+        "them, or end turns with stop=",
     )
 
 
