@@ -226,3 +226,24 @@ def test_tokens_that_are_no_text_cost_no_more_than_their_number() -> None:
     told: dict[Any, Any] = {}
     pieces = text_of_tokens(tokenizer, ids, told)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True) and len(told) < 40
+
+
+def test_functions_read_the_scores_of_a_reward_model_under_another_name(lab: wb.Workbench) -> None:
+    batch = lab.reward.compute_reward(lab.put(table()), steps="\n\n").rename(rewards="of_steps").drop("step_ends")
+    batch = lab.reward.compute_reward(batch).rename(rewards="learned")
+
+    @wb.batched(over="group")
+    def centred(prompt: list[str], response: list[str], learned: list[float]) -> list[float]:
+        return [score - sum(learned) / len(learned) for score in learned]
+
+    parts: dict[str, Any] = {"model": lambda prompt, response, learned: learned, "centred": centred, "steps": summed}
+    frame = lab.reward.compute_reward(batch, function=parts).df()
+    scores = torch.tensor(frame["learned"].tolist())
+    assert frame["rewards/model"].tolist() == scores.tolist()
+    means = scores.view(2, 2).mean(1).repeat_interleave(2)
+    torch.testing.assert_close(torch.tensor(frame["rewards/centred"].tolist()), scores - means)
+    assert frame["rewards/steps"].tolist() == pytest.approx([sum(row) for row in frame["of_steps"]])
+
+
+def summed(prompt: str, response: str, of_steps: list[float]) -> float:
+    return sum(of_steps)

@@ -12,7 +12,7 @@ from workbench.batches.schema import SCHEMA, STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
 from workbench.data.reward_function import RewardFunction, Weight, check_function, check_parameters
-from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, asks_for
+from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, asks_for, parameters_of
 from workbench.errors import BadInput
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_PROTO
@@ -104,7 +104,9 @@ def scoring_stage(column: str) -> Callable[[F], F]:
     def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         # step ends that an earlier call wrote do not hold for the new rewards
         stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
-        given = (*OF_ROW, *TURN_BOUNDS, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
+        functions = components_of(arguments["function"] or {}).values()
+        named = {name for function, _ in functions for name in parameters_of(function) or ()} - set(SCHEMA)
+        given = (*OF_ROW, *named, *TURN_BOUNDS, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
         return (*given, STEP_ENDS) if stale else given
 
     return register(

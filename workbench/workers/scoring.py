@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from workbench.batches.columns import ColumnValues, Ragged, Table, numbers_in
-from workbench.batches.schema import STATUS
+from workbench.batches.schema import SCHEMA, STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
 from workbench.data.reward_function import ALIKE, NOT_ASKED, FunctionCaller, RewardFunction, score_groups, score_rows
@@ -252,6 +252,8 @@ class Scoring:
         rewards = batch.ragged("environment_rewards").rows() if "environment_rewards" in batch.columns else None
         bounds = [batch.ragged(name).rows() for name in TURN_BOUNDS if name in batch.columns]
         texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
+        own = {n: column for n, column in batch.columns.items() if n not in SCHEMA and not isinstance(column, list)}
+        numbers = {n: column.rows() if isinstance(column, Ragged) else column for n, column in own.items()}
         rows: list[dict[str, Any]] = []
         functions = [function for function, _ in self.components.values()]
         reads = (lambda name: False) if self.judge is None else self.judge.reads
@@ -259,6 +261,7 @@ class Scoring:
         asked = [name for name in by_name if reads(name) or any(asks_for(one, name) for one in functions)]
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in texts.items()}
+            row |= {name: column[i].tolist() for name, column in numbers.items()}
             if rewards is not None:
                 row["environment_rewards"] = rewards[i].tolist()
             row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)

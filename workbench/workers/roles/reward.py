@@ -197,7 +197,8 @@ class RewardWorker(ModelWorker):
 
         function: `fn(prompt, response, **row)` -> number, defined in a cell and run here, one sample per call; None:
         the role's own function or model. A model's score is read at the last response token. The function gets the
-        row's text columns that its parameters name. `response` is without special tokens; a parameter `raw_response`
+        row's text columns, and columns of your own, that its parameters name: so scores of a model, renamed, can be one
+        of its inputs. `response` is without special tokens; a parameter `raw_response`
         gets the text with them, `response_ids` the token ids, `last_turn` the text of a conversation's last turn:
         `response` also contains what the environment said. After rollouts in an environment, `environment_rewards` is a
         list of one number per response token: return it to use the environment's rewards unchanged, token by token;
