@@ -181,6 +181,8 @@ WRONG_PROTOCOLS: list[tuple[dict[str, Any], str]] = [
     ({"distribute": lambda layout, minibatches: None}, r"distribute \(TypeError: .*a list for each rank"),
     ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
     ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),
+    ({"collect": lambda layout: None}, r"collect \(TypeError: .*a list of ranks"),
+    ({"collect": lambda layout: [0.5]}, r"collect \(TypeError: .*a list of ranks"),
     ({"collect": lambda layout: [0], "distribute": DP_PROTO.distribute}, r"collects 4 rows of 6 from ranks"),
     ({}, r"collects 12 rows of 6 from ranks \[0, 1\].*exactly once"),
 ]

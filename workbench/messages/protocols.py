@@ -6,6 +6,7 @@ ranks' outputs make the result. Both see only row numbers and the layout; the te
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,7 +70,14 @@ class TransferProtocol:
 
     def gather(self, layout: Layout, dealt: list[Chunks], rows: int, operation: str) -> list[int]:
         """Return the checked result of `collect`: ranks. With `joins`, they hold each row of the batch exactly once."""
-        ranks = list(self.collect(layout))
+        try:
+            ranks = list(map(operator.index, self.collect(layout)))
+        except Exception as error:  # a user's function
+            raise BadInput(
+                f"{operation}: {self.name}.collect ({type(error).__name__}: {error})",
+                "it must return a list of ranks",
+                "correct it",
+            ) from error
         if not ranks or not all(0 <= rank < layout.size for rank in ranks):
             raise BadInput(
                 f"{operation}: {self.name}.collect gave ranks {ranks}", f"layout {layout} has 0 to {layout.size - 1}"
