@@ -11,7 +11,7 @@ import pytest
 
 from tests.stages.runs import group_of, runner_of
 from workbench.backends.base import Pending
-from workbench.errors import StageError
+from workbench.errors import BadInput, StageError
 from workbench.messages.calls import Failure, Reply
 from workbench.stages import stage as stage_module
 from workbench.stages.stage import StageRun
@@ -70,3 +70,5 @@ def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.Mon
     assert run.state == "failed" and run.stuck
     with pytest.raises(StageError, match=r"bad row.*lab\.recover\(\) restarts them"):
         run.result()
+    with pytest.raises(BadInput, match=r"run\.get\(\)"):
+        run.get()  # type: ignore[call-arg]

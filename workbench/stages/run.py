@@ -147,6 +147,7 @@ class Run:
         """Return a metric of an update, after waiting for the update, as reading a batch does."""
         return self.result()[metric]
 
+    @checked_call("run.get")
     def get(self, metric: str, default: Any = None) -> Any:
         """Return a metric of an update; `default` where it has no metric of that name."""
         return self.result().get(metric, default)
