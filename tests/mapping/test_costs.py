@@ -190,6 +190,8 @@ def test_links_inside_and_between_machines() -> None:
     assert not math.isclose(A100.flop_s("bfloat16"), A100.flop_s("float32"))
     with expect_error(BadInput, rule="rates are known for"):
         A100.flop_s("float8")
+    with expect_error(BadInput, value="cores=0", rule="at least 1"):
+        replace(A100, cores=0)
 
 
 def test_presets_have_the_sizes_of_their_names() -> None:

@@ -103,7 +103,7 @@ class Hardware:
     runs_ahead: bool = True
     layer_start_s: NonNegativeFloat = 7e-5
     usable: Annotated[Number, Field(gt=0, le=1)] = 0.92
-    cores: int | None = None
+    cores: PositiveInt | None = None
 
     def flop_s(self, dtype: str) -> float:
         """Return the peak rate of one device in a dtype. `BadInput` if `matrix_flop_s` does not have it."""
