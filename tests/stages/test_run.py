@@ -71,4 +71,4 @@ def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.Mon
     with pytest.raises(StageError, match=r"bad row.*lab\.recover\(\) restarts them"):
         run.result()
     with pytest.raises(BadInput, match=r"run\.get\(\)"):
-        run.get()  # type: ignore[call-arg]
+        run.get()
