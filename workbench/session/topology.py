@@ -54,8 +54,9 @@ class Topology:
         """Return one row per role and rank, from the live processes: the rank's place in the role's layout (replica,
         pipeline stage, tensor rank), host, process, machine, rack (a label of its Ray node), device, how sequences run,
         tokens of a micro-batch (none before the role's first pass), and bytes by use. `lab.memory()` draws it."""
+        answers = self._seen()  # first: it refuses a closed workbench, whose backend may be gone
         rows, racks = [], self._hosts.backend.racks()
-        for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
+        for info, seen in zip(self._hosts.infos, answers, strict=True):
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
