@@ -76,6 +76,8 @@ def error_of(run: Run) -> Exception:
         run.runner.interrupted.not_received(run)
         if not run.updates:
             return unchanged(run.name)
+        if not run.operation.updates:  # a sync
+            return StageInterrupted(f"{run.name} was interrupted when it had ended", "the new weights are there", AGAIN)
         again = "run the same call again, on the same batch: it takes no step, and returns the metrics"
         return StageInterrupted(
             f"{run.name} was interrupted after its last optimizer step", "the update is done", again
