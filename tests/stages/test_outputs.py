@@ -12,9 +12,10 @@ import torch
 
 import workbench as wb
 from tests.cases import hosts_of
+from tests.expected import expect_error
 from tests.light import together
 from workbench.batches.columns import Ragged
-from workbench.errors import StageError
+from workbench.errors import BadInput, StageError
 from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.workers.worker import Worker
@@ -29,6 +30,10 @@ class Giver(Worker):
     def give(self, batch: Shard, *, first: Any, other: Any = None) -> Any:
         made = first if self.context.host.rank == 0 or other is None else other
         return made(len(batch))
+
+    @wb.register("3D_PROTO", reads=("uid",), writes=("score",))
+    def ask_more(self, batch: Shard) -> Output:
+        return Output(columns={"score": batch.numbers("weight")})
 
 
 def scores(rows: int) -> Output:
@@ -65,6 +70,13 @@ def test_what_does_not_fit_names_operation_rank_and_column(tmp_path: Path) -> No
             right = lab.actor.give(batch, first=scores)
             assert right.columns["score"].dtype == "float32"
             assert [host.describe()["shards"] for host in hosts_of(lab).values()] == [2, 1]
+
+
+def test_an_operation_that_asks_for_an_undeclared_column_is_told_how_to_declare_it(tmp_path: Path) -> None:
+    with together({"actor": Giver}, wb.Placement.colocate(1), tmp_path) as lab:
+        batch = lab.put({"uid": torch.arange(4), "weight": torch.ones(4)})
+        with expect_error(BadInput, value="column 'weight'", rule="given uid", remedy=r"reads=\('weight', "):
+            lab.actor.ask_more(batch)
 
 
 class Scaler(Worker):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.batches.schema import COUNTING
+from workbench.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,13 @@ class Shard:
         return frozenset((~self.valid).nonzero()[:, 0].tolist())
 
     def ragged(self, name: str) -> Ragged:
-        return ragged_in(self.columns, name)
+        return ragged_in(self._with(name), name)
 
     def numbers(self, name: str) -> Tensor:
-        return numbers_in(self.columns, name)
+        return numbers_in(self._with(name), name)
+
+    def _with(self, name: str) -> Table:
+        if name not in self.columns:
+            given = f"the operation was given {', '.join(self.columns) or 'no columns'}"
+            raise BadInput(f"column {name!r}", given, f"register it with reads=({name!r}, ...)")
+        return self.columns
