@@ -39,7 +39,8 @@ CHARTS = {
 class Dial(Charted):
     """df: one row an iteration, NaN where a run does not report it.
 
-    age_steps: mean age of the trained rollouts, in optimizer steps of the actor; 0 for fresh ones. seconds: from the
+    age_steps: mean age of the trained rollouts, in optimizer steps of the actor; 0 where none is reported, as for fresh
+    ones: a loop of your own reports it by `lab.report("buffer", {"age_steps/mean": age})`. seconds: from the
     iteration's start to the next one's, without time in which nothing was called. tokens_per_s: response tokens
     generated for its prompts, divided by `seconds`. idle_share: of all devices in that time, 0 to 1.
     largest_ratio_deviation: of the trained policy's ratio to the policy that drew the tokens. effective_sample_size:
