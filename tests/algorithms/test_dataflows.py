@@ -388,22 +388,35 @@ def less_the_mean(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return rewards - torch.stack([rewards[group == prompt].mean() for prompt in group])
 
 
-def test_an_estimator_that_reads_old_log_prob_gets_it_before_a_single_step(lab: wb.Workbench) -> None:
-    def surprise(rewards: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
-        return rewards - old_log_prob.mean(-1)
+def test_an_estimator_that_reads_log_probabilities_gets_them_before_a_single_step(lab: wb.Workbench) -> None:
+    def moved(rewards: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+        return rewards - old_log_prob.mean(-1) + 2 * ref_log_prob.mean(-1)
 
     lab.actor.training.minibatches = 1
     try:
         with lab.kept("actor"):
-            algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator=surprise)
+            algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator=moved)
             algorithm.run(1)
     finally:
         lab.actor.training.minibatches = 2
-    table = algorithm.made["compute_advantages"].fetch(["advantages", "old_log_prob", "rewards"])
-    means = torch.stack([row.mean() for row in table["old_log_prob"].rows()])
-    torch.testing.assert_close(
-        torch.stack([row[0] for row in table["advantages"].rows()]), table["rewards"] - means, rtol=1e-5, atol=1e-5
-    )
+    table = algorithm.made["compute_advantages"].fetch(["advantages", "old_log_prob", "ref_log_prob", "rewards"])
+    old, ref = (torch.stack([row.mean() for row in table[name].rows()]) for name in ("old_log_prob", "ref_log_prob"))
+    advantages = torch.stack([row[0] for row in table["advantages"].rows()])
+    torch.testing.assert_close(advantages, table["rewards"] - old + 2 * ref, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_that_reads_the_reference_gets_it_without_a_penalty(lab: wb.Workbench) -> None:
+    def near(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+        return (log_prob - ref_log_prob).square()
+
+    def may(log_prob: torch.Tensor, ref_log_prob: torch.Tensor | None = None) -> torch.Tensor:
+        return log_prob if ref_log_prob is None else log_prob - ref_log_prob
+
+    for loss, scored in ((near, True), (may, False)):
+        ppo = wb.PPO(lab, prompts=2, sampling=SHORT, kl_coefficient=0, loss=loss)
+        grpo = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss=loss)
+        for algorithm in (ppo, grpo):
+            assert ("compute_ref_log_prob" in [stage.name for stage in algorithm.graph().stages]) == scored
 
 
 def test_a_run_goes_on_after_a_step_that_was_skipped(lab: wb.Workbench) -> None:

@@ -405,7 +405,7 @@ class Algorithm(StageEdits):
         on_policy = self.on_policy(penalised=penalised)
         if not on_policy:
             batch = lab.actor.compute_log_prob(batch)
-        if penalised if reference is None else reference:
+        if (penalised if reference is None else reference) or self._reads("ref_log_prob", "estimator", "loss"):
             batch = lab.reference.compute_ref_log_prob(batch)
         return batch, on_policy
 
@@ -417,10 +417,14 @@ class Algorithm(StageEdits):
         """
         training = self.lab.actor.spec.training
         one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
-        estimator = getattr(self, "estimator", None)
-        reads = callable(estimator) and "old_log_prob" in ParameterNames.of(estimator).names
-        compares = isinstance(getattr(self, "loss", None), CovarianceLoss) or penalised or reads
+        compares = isinstance(getattr(self, "loss", None), CovarianceLoss) or penalised
+        compares |= self._reads("old_log_prob", "estimator")
         return one_step and not compares and getattr(self, "correction", None) is None
+
+    def _reads(self, column: str, *fields: str) -> bool:
+        """Whether a function of the user's in one of these fields needs a column, by its parameters' names."""
+        given = (getattr(self, field, None) for field in fields)
+        return any(callable(one) and column in ParameterNames.of(one).needed for one in given)
 
     def need(self, *roles: str) -> None:
         """Raise `BadInput` if the workbench lacks one of these roles, or the stages do not accept the fields' values.
