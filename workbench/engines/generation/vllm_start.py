@@ -238,11 +238,11 @@ def start_engine(
         except Exception as error:
             with default_group_spared():
                 parallel_state.cleanup_dist_env_and_memory()
-            # also of the last three classes, where it does not support a family on this device, or its configuration
-            if isinstance(error, ValueError | NotImplementedError | AttributeError | KeyError):
+            # also of the last four classes, where it does not support a family on this device, or its configuration
+            if isinstance(error, ValueError | NotImplementedError | ImportError | AttributeError | KeyError):
                 raise BadInput(
                     f"vLLM rejects {model_path.name!r} with {settings}",
-                    str(error).strip(),
+                    str(error).strip() if isinstance(error, ValueError) else repr(error),
                     "change the model or the setting that vLLM names, or use Generation(engine='transformers')",
                 ) from error
             raise
@@ -305,7 +305,10 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
         return
     import vllm._custom_ops  # noqa: F401  (loads the operators of torch.ops._C)
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.triton_utils import dispatcher
 
+    # vLLM looks into all modules for its kernels. Numba's library, llvmlite, gives a function for its `__dict__`.
+    cast(Any, dispatcher).vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
     # vLLM names a segment only by the ranks of its tensor group: [0-1] in every pool on the machine.
     token = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(token, src=0)
