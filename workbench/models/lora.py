@@ -38,7 +38,7 @@ class LoRA:
 
     rank: the rank of each weight's change. alpha: the change is scaled by alpha / rank. targets: the last parts of the
     names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all except the output
-    head and, in Mamba families, out_proj.
+    head, layers with a number for a name and, in Mamba families, out_proj.
     """
 
     rank: PositiveInt = 16
