@@ -244,6 +244,13 @@ def test_functions_read_the_scores_of_a_reward_model_under_another_name(lab: wb.
     torch.testing.assert_close(torch.tensor(frame["rewards/centred"].tolist()), scores - means)
     assert frame["rewards/steps"].tolist() == pytest.approx([sum(row) for row in frame["of_steps"]])
 
+    def others(prompt: str, response: str, **row: Any) -> float:  # with only=, scores of the batch are no input
+        return float(len(row))
+
+    first = lab.reward.compute_reward(batch, function={"others": others})
+    again = lab.reward.compute_reward(first, function={"others": others}, only=[0])
+    assert again.df()["rewards/others"].tolist() == first.df()["rewards/others"].tolist()
+
 
 def summed(prompt: str, response: str, of_steps: list[float]) -> float:
     return sum(of_steps)

@@ -252,7 +252,7 @@ class Scoring:
         rewards = batch.ragged("environment_rewards").rows() if "environment_rewards" in batch.columns else None
         bounds = [batch.ragged(name).rows() for name in TURN_BOUNDS if name in batch.columns]
         texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
-        own = {n: column for n, column in batch.columns.items() if n not in SCHEMA and not isinstance(column, list)}
+        own = {n: column for n, column in batch.columns.items() if n not in (*SCHEMA, *texts) and "/" not in n}
         numbers = {n: column.rows() if isinstance(column, Ragged) else column for n, column in own.items()}
         rows: list[dict[str, Any]] = []
         functions = [function for function, _ in self.components.values()]
