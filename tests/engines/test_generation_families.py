@@ -54,9 +54,15 @@ def saved(folder: Path, family: str, **more: Any) -> Path:
 
 
 MAMBA = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "head_dim": 32}
+LFM2 = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128, "block_dim": 128}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "full_attention"], "ssm_state_size": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 32, "n_groups": 2, "head_dim": 32, "chunk_size": 16, "time_step_min": 0.5,
+}  # fmt: skip
+FAMILIES = {"falcon_h1": MAMBA, "starcoder2": {"sliding_window": 8}, "lfm2": LFM2, "nemotron_h": NEMOTRON}
 
 
-@pytest.mark.parametrize(("family", "more"), [("falcon_h1", MAMBA), ("starcoder2", {"sliding_window": 8})])
+@pytest.mark.parametrize(("family", "more"), FAMILIES.items())
 @torch.no_grad()
 def test_the_trainer_agrees_and_its_class_stays(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     folder = saved(tmp_path / family, family, **more)

@@ -158,6 +158,10 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
     _check_weights(report, model, f"the checkpoint {str(name)!r}")
     if model.base_model is model and hasattr(model, "model"):  # Llama 4 gives its backbone another name than it has
         model.base_model_prefix = "model"
+    if steps := getattr(config, "time_step_limit", None):  # transformers gives layers of Nemotron-H another limit
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(steps)
     return model.to(device).eval()
 
 

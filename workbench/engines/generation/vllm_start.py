@@ -12,6 +12,7 @@ place of the weight. The adapter is given in memory, by vLLM's own classes; no f
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
@@ -240,10 +241,11 @@ def start_engine(
                 parallel_state.cleanup_dist_env_and_memory()
             # also of the last four classes, where it does not support a family on this device, or its configuration
             if isinstance(error, ValueError | NotImplementedError | ImportError | AttributeError | KeyError):
+                other = "" if keeps_state(config) else ", or use Generation(engine='transformers')"
                 raise BadInput(
                     f"vLLM rejects {model_path.name!r} with {settings}",
                     str(error).strip() if isinstance(error, ValueError) else repr(error),
-                    "change the model or the setting that vLLM names, or use Generation(engine='transformers')",
+                    f"change the model or the setting that vLLM names{other}",
                 ) from error
             raise
     # vLLM shuts down itself and the default group when it is garbage collected; only `close` may do that, carefully.
@@ -309,6 +311,7 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
 
     # vLLM looks into all modules for its kernels. Numba's library, llvmlite, gives a function for its `__dict__`.
     cast(Any, dispatcher).vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
+    flatten_rotary()
     # vLLM names a segment only by the ranks of its tensor group: [0-1] in every pool on the machine.
     token = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(token, src=0)
@@ -319,6 +322,21 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
         replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
     ):
         yield
+
+
+@functools.cache
+def flatten_rotary() -> None:
+    """Give vLLM's CPU kernel for rotary embeddings [tokens, heads x numbers]: from [tokens, heads, numbers], which some
+    families pass (LFM2), it makes wrong numbers. It writes in place."""
+    from vllm import _custom_ops
+
+    rotate = _custom_ops.rotary_embedding
+
+    def flat(positions: Tensor, query: Tensor, key: Tensor | None, *more: Any) -> None:
+        flat_key = None if key is None else key.view(*positions.shape, -1)
+        rotate(positions, query.view(*positions.shape, -1), flat_key, *more)
+
+    _custom_ops.rotary_embedding = flat
 
 
 @contextmanager
