@@ -15,6 +15,7 @@ from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.models import load_tokenizer
 from workbench.models.file_weights import FileWeights
 from workbench.models.loading import load_causal_lm, load_config
+from workbench.models.lora import LoRA, adapter_names, add_lora
 from workbench.settings.engines import Generation
 
 SMALL = {
@@ -74,6 +75,32 @@ def test_new_weights_arrive_in_vllm(tmp_path: Path, family: str) -> None:
             assert (engine.log_probs(row) - scored(model, row)).abs().max() > 0.05
             engine.update_weights(changed.items(), version, partial=bool(part))
             torch.testing.assert_close(engine.log_probs(row), scored(model, row), rtol=0, atol=atol)
+        engine.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares fp32 engines on the CPU")
+@torch.no_grad()
+def test_an_adapter_arrives_in_vllm(tmp_path: Path) -> None:
+    folder, row = small(tmp_path, "qwen3_moe"), list(range(20, 60))
+    lora = LoRA(rank=2, alpha=2)
+    trained = torch.nn.Module()
+    trained.model = model = load_causal_lm(folder)
+    add_lora(model, lora, seed=0)
+    named, weights = adapter_names(trained), dict(trained.named_parameters())
+    for name in named:
+        weights[name].normal_(std=0.2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        settings = Generation(max_model_tokens=64, kv_cache_gib=0.1)
+        cpu = torch.device("cpu")
+        engine = VllmEngine(folder, settings, dtype=torch.float32, device=cpu, threads=1, lora=lora)
+        engine.update_weights([(name, weights[own]) for own, name in named.items()], 1)
+        assert (engine.log_probs(row) - scored(load_causal_lm(folder), row)).abs().max() > 0.05
+        torch.testing.assert_close(engine.log_probs(row), scored(model, row), rtol=0, atol=1e-4)
         engine.close()
     finally:
         dist.destroy_process_group()

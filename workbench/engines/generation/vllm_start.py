@@ -64,6 +64,25 @@ def start_arguments(lora: LoRA) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
+@contextmanager
+def experts_left() -> Iterator[None]:
+    """Inside the block, vLLM builds experts without room for an adapter, which they never have here: with it they are
+    slower, and need Triton."""
+    from vllm.lora import model_manager
+    from vllm.model_executor.layers.fused_moe import layer
+
+    supported, described = model_manager.is_supported_lora_module, layer.FusedMoEConfig
+
+    def chosen(name: str, module: Any, names: list[str]) -> bool:
+        return supported(name, module, names) and not isinstance(module, model_manager.MoERunner)
+
+    with (
+        replaced(model_manager, "is_supported_lora_module", chosen),
+        replaced(layer, "FusedMoEConfig", lambda **fields: described(**fields | {"is_lora_enabled": False})),
+    ):
+        yield
+
+
 def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: torch.dtype) -> Any:
     """Replace the engine's adapter; return vLLM's request with which a row is computed with it. tensors: whole, by
     peft's names; B is already scaled by alpha / rank."""
@@ -233,7 +252,7 @@ def start_engine(
         **({} if on_cpu else graph_arguments(rows)),
         **({} if lora is None else start_arguments(lora)),
     )
-    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu), transformers_kept():
+    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu), transformers_kept(), experts_left():
         try:
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
