@@ -14,7 +14,7 @@ from tests.engines.generation_cases import scored
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.models import load_tokenizer
 from workbench.models.file_weights import FileWeights
-from workbench.models.loading import load_causal_lm, load_config
+from workbench.models.loading import load_causal_lm, load_config, write_model
 from workbench.models.lora import LoRA, adapter_names, add_lora
 from workbench.settings.engines import Generation
 
@@ -51,6 +51,25 @@ def test_weights_are_those_of_the_files(tmp_path: Path, family: str) -> None:
     weights.add_constants(folder)
     found = {key: w for name, weight in model.named_parameters() for key, w in weights.of({name: weight}).items()}
     torch.testing.assert_close(found, load_file(folder / "model.safetensors"), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_model_that_takes_images_keeps_its_other_parts(tmp_path: Path) -> None:
+    """Only its part for texts is trained here, under other names than those of the files."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    kinds = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model("qwen3_5", text_config=SMALL | kinds, vision_config=images)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "before")
+    model = load_causal_lm(tmp_path / "before")
+    for weight in model.parameters():
+        weight.add_(1)
+    write_model(tmp_path / "after", dict(model.named_parameters()), tmp_path / "before", scalar_head=False)
+    before, after = (load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
+    assert {name.split(".")[1] for name in before} == {"visual", "language_model", "weight"}
+    expected = {name: weight + ("visual" not in name) for name, weight in before.items()}
+    torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow

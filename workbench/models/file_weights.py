@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 class FileWeights:
     """Gives weights of a transformers model the names and shapes that they have in files of its family: the experts of
-    a layer, one tensor in the model, are two or three tensors an expert in most files."""
+    a layer, one tensor in the model, are two or three tensors an expert in most files.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    whole: the weights are of all parts of the model, as beside a scalar head. is_part: they are of the part for texts
+    of a model that takes images, such as Qwen3.5.
+    """
+
+    def __init__(self, config: PreTrainedConfig, *, whole: bool = False) -> None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -29,7 +33,10 @@ class FileWeights:
         with quiet_transformers(), torch.device("meta"):
             self._model: Any = auto.from_config(config)
         found = get_model_conversion_mapping(self._model, add_legacy=False)
-        found = [one for one in found if not isinstance(one, PrefixChange)]  # as transformers does where it saves
+        of_texts = not whole and type(self._model.config) is not type(config)
+        # transformers leaves these out where it saves: it saves a part as a model of its own
+        found = [one for one in found if of_texts or not isinstance(one, PrefixChange)]
+        self.is_part = any(isinstance(one, PrefixChange) for one in found)
         self._model._weight_conversions, self.converts = found, bool(found)  # noqa: SLF001 (as transformers' loader does)
         self._constants = defaultdict[str, dict[str, Tensor]](dict)  # by the weight that they follow
 
@@ -58,15 +65,19 @@ class FileWeights:
             self._constants[beside[0]][key] = tensor
 
 
-def read_tensors(folder: Path, keys: set[str]) -> dict[str, Tensor]:
-    """Return those of these tensors that a folder of weights has."""
+def read_tensors(folder: Path, keys: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return those of these tensors that a folder of weights has; None: all."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")) if keys else ():
+
+    def wanted(there: Iterable[str]) -> list[str]:
+        return [key for key in there if key not in found and (keys is None or key in keys)]
+
+    for file in sorted(folder.glob("*.safetensors")) if keys != set() else ():
         with safe_open(file, framework="pt") as tensors:
-            found |= {key: tensors.get_tensor(key) for key in keys.intersection(tensors.keys())}
-    for file in sorted(folder.glob("pytorch_model*.bin")) if keys - found.keys() else ():
+            found |= {key: tensors.get_tensor(key) for key in wanted(tensors.keys())}
+    for file in sorted(folder.glob("pytorch_model*.bin")) if keys is None or set(keys) - found.keys() else ():
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        found |= {key: tensors[key] for key in keys.intersection(tensors)}
+        found |= {key: tensors[key] for key in wanted(tensors)}
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.models.file_weights import FileWeights
+from workbench.models.file_weights import FileWeights, read_tensors
 from workbench.models.resolve import config_file, quiet_transformers, resolve
 from workbench.support.files import new_folder
 from workbench.telemetry import span
@@ -263,7 +263,8 @@ def write_model(
         if scalar_head:
             config.update(_of_one_score(origin), score_bias=float(weights["score.bias"]))
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        written = FileWeights(load_config(origin)).of(weights)
+        files = FileWeights(load_config(origin), whole=scalar_head)
+        written = (read_tensors(origin) if files.is_part else {}) | files.of(weights)
         for key, tensor in written.items():
             if tensor.nbytes < tensor.untyped_storage().nbytes():  # files cannot hold views of one tensor
                 written[key] = tensor.clone()

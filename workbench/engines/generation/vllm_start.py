@@ -53,7 +53,10 @@ def takes_adapter(config: Any, lora: LoRA) -> bool:
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     found = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
-    return bool(found) and lora.rank <= max(get_args(MaxLoRARanks)) and supports_lora(found[0].load_model_cls())
+    whole = config.get_text_config() is config  # vLLM names the layers of a model that takes images otherwise
+    return (
+        whole and bool(found) and lora.rank <= max(get_args(MaxLoRARanks)) and supports_lora(found[0].load_model_cls())
+    )
 
 
 def start_arguments(lora: LoRA) -> dict[str, Any]:
@@ -245,6 +248,7 @@ def start_engine(
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,
         skip_tokenizer_init=True,
+        language_model_only=True,  # also of models that take images, such as Gemma 3 and Qwen3.5
         generation_config="vllm",  # nothing from the checkpoint's generation_config.json
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -261,6 +265,8 @@ def start_engine(
             # also of the last four classes, where it does not support a family on this device, or its configuration
             if isinstance(error, ValueError | NotImplementedError | ImportError | AttributeError | KeyError):
                 other = "" if keeps_state(config) else ", or use Generation(engine='transformers')"
+                if "failed to be inspected" in str(error):  # vLLM could not import its class
+                    other = f", install torchvision in the build of torch, which families with images need{other}"
                 raise BadInput(
                     f"vLLM rejects {model_path.name!r} with {settings}",
                     str(error).strip() if isinstance(error, ValueError) else repr(error),
