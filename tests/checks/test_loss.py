@@ -317,10 +317,11 @@ def test_a_column_of_several_numbers_a_token(lab: wb.Workbench, batch: wb.Batch)
     lengths = batch.lengths("response_mask")
     several = Ragged.of([torch.linspace(0.1, 1, 3 * length) for length in lengths], torch.float32)
 
-    def weighed(log_prob: Tensor, advantages: Tensor, mask: Tensor, several: Tensor) -> Tensor:
-        return -several.view(*mask.shape, 3).mean(-1) * log_prob * advantages
+    def weighed(log_prob: Tensor, advantages: Tensor, mask: Tensor, several: Tensor, level: Tensor) -> Tensor:
+        return -several.view(*mask.shape, 3).mean(-1) * level[:, None] * log_prob * advantages
 
-    report = lab.check("returns", "mask", "rows", loss=weighed, batch=batch.join(lab.put({"several": several})))
+    own = lab.put({"several": several, "level": [row + 0.5 for row in range(batch.rows)]})
+    report = lab.check("returns", "mask", "rows", loss=weighed, batch=batch.join(own))
     assert report.ok, report
 
 

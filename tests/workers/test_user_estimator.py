@@ -35,7 +35,7 @@ def table() -> Table:
         row[1] = False
     more: Table = {
         "response_mask": Ragged.of(rows, torch.bool), "rewards": torch.tensor([1.0, 0, 2, 0, 0, 3, 1, 1]),
-        "prompt_uid": torch.arange(ROWS) % 3, "note": [f"row {row}" for row in range(ROWS)],
+        "prompt_uid": torch.arange(ROWS) % 3, "note": [f"row {row}" for row in range(ROWS)], "level": [*range(ROWS)],
         "ref_log_prob": found["old_log_prob"],
     }  # fmt: skip
     return {**found, **more}
@@ -51,10 +51,16 @@ def of_group(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def of_everything(
-    token_rewards: Tensor, mask: Tensor, values: Tensor, note: list[str], prompt_ids: Tensor, nothing: float = 2.0
+    token_rewards: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    note: list[str],
+    level: Tensor,
+    prompt_ids: Tensor,
+    nothing: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
     """One that mixes all rows: ranks that saw fewer of them, or in another order, would give other numbers."""
-    assert [int(text.split()[1]) for text in note] == list(range(ROWS)) and len(prompt_ids) == ROWS
+    assert [int(text.split()[1]) for text in note] == level.tolist() == [*range(ROWS)] and len(prompt_ids) == ROWS
     place = torch.arange(ROWS)[:, None] / ROWS
     whole = (token_rewards + values)[mask]
     return (values - whole.mean()) / whole.std() + place * nothing, token_rewards.flip(0).cumsum(-1)

@@ -47,6 +47,7 @@ def table() -> Table:
     for row in rows[::3]:
         row[1] = False
     columns: dict[str, Any] = {"rewards": torch.arange(8.0), "answer": [str(row) for row in range(8)]}
+    columns |= {"weight": [row / 8 for row in range(8)], "level": [*range(7), None]}
     for name in ("ref_log_prob", "rollout_log_prob"):
         old = found["old_log_prob"]
         assert isinstance(old, Ragged)
@@ -121,7 +122,8 @@ def test_what_it_is_given(lab: wb.Workbench) -> None:
 
     def loss(
         log_prob: Tensor, entropy: Tensor, mask: Tensor, prompt_ids: Tensor, rewards: Tensor, answer: list[str],
-        rollout_log_prob: Tensor | None = None, nothing: float = 3.0, scale: float = 1.0,
+        weight: Tensor, level: list[int | None], rollout_log_prob: Tensor | None = None, nothing: float = 3.0,
+        scale: float = 1.0,
     ) -> Any:  # fmt: skip
         seen.append(dict(locals()))
         return scale * -log_prob * rewards[:, None], {"double": 2 * log_prob, "single": log_prob, "reward": rewards}
@@ -130,6 +132,8 @@ def test_what_it_is_given(lab: wb.Workbench) -> None:
     given, whole = seen[-1], table()
     rows = [int(text) for text in given["answer"]]
     assert given["rewards"].tolist() == rows and given["nothing"] == 3.0 and given["scale"] == 0.5
+    assert given["weight"].tolist() == [row / 8 for row in rows]
+    assert given["level"] == [row if row < 7 else None for row in rows]  # not all are numbers
     for name, inside in (("response_mask", given["mask"]), ("rollout_log_prob", given["rollout_log_prob"])):
         column = whole[name]
         assert isinstance(column, Ragged)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
 from workbench.workers.roles.critic import OWN_METRICS as OF_CRITIC
-from workbench.workers.user_loss import OF_MODEL, Logits, ParameterNames, UserFunction, checked_loss, selected
+from workbench.workers.user_loss import OF_MODEL, Logits, ParameterNames, UserFunction, as_given, checked_loss, selected
 
 OTHER_POLICIES = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
 PADDING = 3  # tokens
@@ -63,7 +63,7 @@ class LossInputs:
         names = ParameterNames.of(function).names
         of_tokens = {name: 1 for name in names if name in given}
         for name in names:
-            value = given[name] if name in given else table.get(name)
+            value = given[name] if name in given else as_given(table.get(name))
             if isinstance(value, Ragged):
                 numbers = len(value.values) // max(1, len(mask.values))
                 if numbers and torch.equal(value.lengths, numbers * mask.lengths):

@@ -22,7 +22,7 @@ from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
-from workbench.workers.user_loss import ParameterNames, UserFunction, call, kind_of, selected
+from workbench.workers.user_loss import ParameterNames, UserFunction, as_given, call, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
 AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
@@ -105,7 +105,7 @@ def estimated(
         if name == "mask":
             values[name] = inside_NT
         elif (column := made.get(name, batch.columns.get(signal.column(name)))) is not None:
-            found = whole(column)
+            found = as_given(whole(column))
             if isinstance(found, Ragged):
                 along = torch.equal(found.lengths, everywhere.lengths)
                 found = selected(found.pad(), inside_NT) if along else found.pad()

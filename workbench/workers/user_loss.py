@@ -156,7 +156,7 @@ class TokenFunction:
     @cached_property
     def _table(self) -> list[tuple[str, ColumnValues | None, bool]]:
         """For each parameter: its column in the shard, and whether that column has one number per response token."""
-        columns = [self.columns.get(name) for name in self.asked]
+        columns = [as_given(self.columns.get(name)) for name in self.asked]
         of_tokens = [isinstance(c, Ragged) and torch.equal(c.lengths, self.mask.lengths) for c in columns]
         return list(zip(self.asked, columns, of_tokens, strict=True))
 
@@ -219,6 +219,14 @@ class TokenFunction:
         values |= of_model(self.mask.take(index).pad().bool())
         with torch.enable_grad():
             self._called(index, lambda column: column.take(index).pad(), values)
+
+
+def as_given(column: ColumnValues | None) -> ColumnValues | None:
+    """Return a column as functions get it: a list of numbers, such as a number of each row of the prompts' data set, as
+    a tensor [rows]; any other column unchanged."""
+    if isinstance(column, list) and all(isinstance(value, int | float) for value in column):
+        return torch.tensor(column)
+    return column
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
