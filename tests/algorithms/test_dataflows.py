@@ -405,6 +405,27 @@ def test_an_estimator_that_reads_log_probabilities_gets_them_before_a_single_ste
     torch.testing.assert_close(advantages, table["rewards"] - old + 2 * ref, rtol=1e-5, atol=1e-5)
 
 
+def test_a_field_that_adds_a_stage_in_the_middle_of_an_iteration(lab: wb.Workbench) -> None:
+    """The stages behind the new one run again: their batches lack its column."""
+
+    def moved(rewards: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+        return rewards + ref_log_prob.sum(-1)
+
+    with lab.kept("actor"):
+        algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT)
+        while "compute_reward" not in algorithm.made:
+            algorithm.step()
+        rollouts = algorithm.made["compute_log_prob"]
+        algorithm.estimator = moved
+        assert algorithm.next_stage == "compute_ref_log_prob"
+        algorithm.iterate()
+    assert algorithm.made["compute_log_prob"] is rollouts
+    table = algorithm.made["compute_advantages"].fetch(["advantages", "ref_log_prob", "rewards"])
+    advantages = torch.stack([row[0] for row in table["advantages"].rows()])
+    expected = table["rewards"] + torch.stack([row.sum() for row in table["ref_log_prob"].rows()])
+    torch.testing.assert_close(advantages, expected)
+
+
 def test_a_loss_that_reads_the_reference_gets_it_without_a_penalty(lab: wb.Workbench) -> None:
     def near(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
         return (log_prob - ref_log_prob).square()

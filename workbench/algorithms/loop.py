@@ -127,6 +127,8 @@ class Algorithm(StageEdits):
         self.lab.position.take_up(self)
         once = self._once
         graph = self._graph_with(once)
+        if self._under_way:
+            self._forget_behind_new_stages(graph)
         stage = self._next(graph)
         self.lab.position.begin(self)
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted after its last stage
@@ -258,11 +260,16 @@ class Algorithm(StageEdits):
             self.made.clear()
             self.made.update(made)
             self._under_way = True
-            graph = self.graph()  # if `define` has new stages, the stages that take their batches run again
-            again = {n for stage in graph.names if stage not in made for n in graph.downstream(stage) if n in made}
-            if not any(graph[name].updates for name in again):
-                for name in again:
-                    del self.made[name]
+            self._forget_behind_new_stages(self.graph())
+
+    def _forget_behind_new_stages(self, graph: Graph) -> None:
+        """Make the stages run again that take the batch of a stage which has not run: a changed field or `define` may
+        add a stage in front of them. If one of them has updated a role, none runs again."""
+        new = [stage for stage in graph.names if stage not in self.made]
+        again = {name for stage in new for name in graph.downstream(stage) if name in self.made}
+        if not any(graph[name].updates for name in again):
+            for name in again:
+                del self.made[name]
 
     def go_back(self, iteration: int) -> None:
         """Set the position to the end of an iteration; the next step begins the iteration after it."""
