@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import workbench as wb
 from tests.cases import tiny_lab
@@ -52,6 +54,19 @@ def test_every_argument_is_there_with_the_operation_s_default(lab: Any) -> None:
         for name, one in found.items():
             assert one.value == stage.kwargs.get(name, parameters[name].default)
             assert (one.source == "default") == (name not in stage.kwargs)
+
+
+@dataclass
+class Scaled:
+    scale: float = 1.0
+
+    def __call__(self, log_prob: Tensor, advantages: Tensor) -> Tensor:
+        return -self.scale * log_prob * advantages
+
+
+def test_a_loss_may_be_an_object_without_a_hash(lab: Any) -> None:
+    ppo = wb.PPO(lab, prompts=4, sampling=SHORT, loss=Scaled())
+    assert by_name(ppo, "update_actor")["loss"].value == Scaled()
 
 
 def test_an_argument_comes_from_the_field_that_changes_it(lab: Any) -> None:

@@ -257,7 +257,7 @@ def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
     loss, clip = values.get("loss"), values.get("clip")
     if isinstance(loss, ClipCov):
         loss, clip = "ppo", CLIP if clip is None else clip
-    if loss not in CLIPS:
+    if not isinstance(loss, str) or loss not in CLIPS:  # a function may be an object without a hash
         return {}
     low, high = clips(loss, clip, values.get("clip_high"))
     return {"clip": low, "clip_high": high}
