@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import workbench as wb
 from tests.cases import hosts_of, tiny_lab
 from tests.expected import expect_error
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.errors import BadInput
 
 SAMPLING = wb.Sampling(max_new_tokens=6)
@@ -101,6 +102,31 @@ def test_the_gate(lab: wb.Workbench) -> None:
             table = {name: chosen.fetch()[name] for name in ("prompt_ids", "response_ids", "response_mask")}
             with lab.kept("actor"):
                 assert lab.actor.update_sft(lab.put(table))["loss"] == pytest.approx(metrics["update_actor/loss"])
+
+
+def test_functions_get_the_log_probabilities_that_they_read(lab: wb.Workbench) -> None:
+    def moved(rewards: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+        return rewards + old_log_prob.sum(-1) - 2 * ref_log_prob.sum(-1)
+
+    seen = list[tuple[Tensor, Tensor]]()
+
+    def near(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
+        seen.append((log_prob.detach()[mask], ref_log_prob[mask]))
+        return (log_prob - ref_log_prob).square()
+
+    algorithm = wb.HPT(
+        lab, lab.demonstrations(ROWS), prompts=4, samples=2, sampling=SAMPLING, reward=everything, passing=0.9,
+        estimator=moved, loss=near,
+    )  # fmt: skip
+    with lab.kept("actor"):
+        algorithm.iterate()
+    table = algorithm.made["compute_advantages"].fetch(["advantages", "old_log_prob", "ref_log_prob", "rewards"])
+    old, ref, found = (
+        torch.stack([row.sum() if "log" in name else row[0] for row in ragged_in(table, name).rows()])
+        for name in ("old_log_prob", "ref_log_prob", "advantages")
+    )
+    torch.testing.assert_close(found, table["rewards"] + old - 2 * ref, rtol=1e-5, atol=1e-4)
+    assert len(seen) > 1 and all(torch.allclose(mine, reference, atol=1e-4) for mine, reference in seen[1:])
 
 
 def test_what_is_refused(lab: wb.Workbench) -> None:

@@ -65,11 +65,17 @@ class HPT(Algorithm):
         batch = lab.apply(self.set_aside, batch)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
+        if self._reads("old_log_prob", "estimator"):
+            batch = lab.actor.compute_log_prob(batch)
+        if self._reads("ref_log_prob", "estimator"):
+            batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.compute_advantages(batch, estimator=self.estimator)
-        batch = lab.apply(self.choose, batch)
+        batch = lab.apply(self.choose, batch)  # its rows have no log-probabilities yet
         on_policy = self.on_policy()
         if not on_policy:
             batch = lab.actor.compute_log_prob(batch)
+        if self._reads("ref_log_prob", "loss"):
+            batch = lab.reference.compute_ref_log_prob(batch)
         lab.actor.update_actor(
             batch,
             loss=self.loss,
