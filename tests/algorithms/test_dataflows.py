@@ -405,6 +405,21 @@ def test_an_estimator_that_reads_log_probabilities_gets_them_before_a_single_ste
     torch.testing.assert_close(advantages, table["rewards"] - old + 2 * ref, rtol=1e-5, atol=1e-5)
 
 
+def test_a_replaced_estimator_names_the_stage_to_insert(lab: wb.Workbench) -> None:
+    rloo = wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT, kl_coefficient=0)
+    remedy = r"first insert\(lab.reference.compute_ref_log_prob, after='compute_reward'\)"
+    with expect_error(BadInput, remedy=remedy):
+        rloo.replace("compute_advantages", estimator=lambda rewards, ref_log_prob: rewards)
+    with expect_error(
+        BadInput, remedy=r"first insert\(lab.critic.compute_values, final=True, after='compute_reward'\)"
+    ):
+        rloo.replace("compute_advantages", estimator=lambda rewards, final_values: rewards)
+    rloo.insert(lab.critic.compute_values, final=True, after="compute_reward")
+    rloo.replace("compute_advantages", estimator=lambda rewards, final_values: rewards - final_values)
+    with lab.kept("actor"):
+        rloo.iterate()
+
+
 def test_a_field_that_adds_a_stage_in_the_middle_of_an_iteration(lab: wb.Workbench) -> None:
     """The stages behind the new one run again: their batches lack its column."""
 

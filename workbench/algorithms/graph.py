@@ -337,6 +337,9 @@ class Graph:
                     stage.function.check_columns(stage.arguments, have or ())
                 maker = MADE_BY.get(missing[0])
                 near = f"call {maker} first, and give its result to this stage" if maker else ""
+                if maker and self.stages:  # a change of this graph, such as replace("update_actor", loss=mine)
+                    called, _, given = maker.rstrip(")").partition("(")
+                    near = f"first insert(lab.{called}, {f'{given}, ' if given else ''}after={stage.inputs[0]!r})"
                 near = near or remedy_for(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
