@@ -141,6 +141,9 @@ def test_what_it_may_not_return(lab: wb.Workbench, function: Any, said: str) -> 
 def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
     with pytest.raises(BadInput, match=r"takes 'reward'\. .*rewards, token_rewards, mask, group.* write 'rewards'"):
         lab.compute_advantages(lab.put(table()), estimator=lambda reward: reward)
+    remedy = "write def estimator.*; a decorator needs functools.wraps"
+    with expect_error(BadInput, value=r"takes \*given", rule="its parameters' names select", remedy=remedy):
+        lab.compute_advantages(lab.put(table()), estimator=lambda *given, **named: of_group(*given, **named))
     batch = lab.put({name: values for name, values in table().items() if name != "prompt_uid"})
     with expect_error(UnknownColumn, value="prompt_uid"):
         lab.compute_advantages(batch, estimator=of_group)

@@ -89,9 +89,13 @@ def check_function(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise BadInput(f"{what} takes {parameter.name!r} by position", "it is called by name", f"write {written}")
     asked = ParameterNames.of(function)
-    if one_of and not set(one_of) & set(asked.names):
-        rule = f"its gradient comes through {' or '.join(map(repr, one_of))}: it must have such a parameter"
-        raise BadInput(f"{what} takes {', '.join(asked.names) or 'nothing'}", rule, f"write {written}")
+    if not set(one_of or asked.names) & set(asked.names):
+        rule = "its parameters' names select its inputs: it must have one"
+        if one_of:
+            rule = f"its gradient comes through {' or '.join(map(repr, one_of))}: it must have such a parameter"
+        hint = "; a decorator needs functools.wraps" if parameters and not asked.names else ""
+        takes = ", ".join(asked.names or map(str, parameters.values())) or "nothing"
+        raise BadInput(f"{what} takes {takes}", rule, f"write {written}{hint}")
     for name, value in options.items():
         if value is not None:
             raise BadInput(
