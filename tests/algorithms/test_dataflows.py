@@ -414,6 +414,8 @@ def test_a_replaced_estimator_names_the_stage_to_insert(lab: wb.Workbench) -> No
         BadInput, remedy=r"first insert\(lab.critic.compute_values, final=True, after='compute_reward'\)"
     ):
         rloo.replace("compute_advantages", estimator=lambda rewards, final_values: rewards)
+    with expect_error(BadInput, value="would read column 'step_ends'", remedy="give the parameter a default"):
+        rloo.replace("compute_advantages", estimator=lambda rewards, step_ends: rewards)
     rloo.insert(lab.critic.compute_values, final=True, after="compute_reward")
     rloo.replace("compute_advantages", estimator=lambda rewards, final_values: rewards - final_values)
     with lab.kept("actor"):

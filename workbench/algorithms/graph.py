@@ -341,6 +341,8 @@ class Graph:
                     called, _, given = maker.rstrip(")").partition("(")
                     near = f"first insert(lab.{called}, {f'{given}, ' if given else ''}after={stage.inputs[0]!r})"
                 near = near or remedy_for(missing[0], have or (), str)
+                if any(callable(x) and missing[0] in ParameterNames.of(x).needed for x in stage.arguments.values()):
+                    near = near or "give the parameter a default"  # some batches have it, such as `token_versions`
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",
