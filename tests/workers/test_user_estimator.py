@@ -197,6 +197,12 @@ def test_for_costs_it_gets_the_columns_of_costs(lab: wb.Workbench) -> None:
         mine, named = (lab.compute_advantages(batch, estimator=e, **options) for e in (function, name))
         for found in ("advantages", "returns", "cost_returns"):
             torch.testing.assert_close(column(mine, found), column(named, found), msg=f"{name} {found}")
+    of_tokens = lab.put({**more, "baseline_rewards": flat, "baseline_costs": flat.like(flat.values + 1)})
+    mine, named = (
+        lab.compute_advantages(of_tokens, estimator=e, multiplier=0.7, whiten_advantages=False)
+        for e in (own_remax, "remax")
+    )
+    torch.testing.assert_close(column(mine, "advantages"), column(named, "advantages"))
     with expect_error(UnknownColumn, value="cost_values"):
         lab.compute_advantages(batch.drop("cost_values"), estimator=own_gae, multiplier=0.7)
 

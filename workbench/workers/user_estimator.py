@@ -106,7 +106,9 @@ def estimated(
             values[name] = inside_NT
         elif (column := made.get(name, batch.columns.get(signal.column(name)))) is not None:
             found = as_given(whole(column))
-            if isinstance(found, Ragged):
+            if isinstance(found, Ragged) and name == "baseline_rewards":  # of the tokens of other responses
+                found = found.pad().double().sum(-1)
+            elif isinstance(found, Ragged):
                 along = torch.equal(found.lengths, everywhere.lengths)
                 found = selected(found.pad(), inside_NT) if along else found.pad()
             values[name] = found
