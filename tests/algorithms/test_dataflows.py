@@ -153,10 +153,20 @@ def test_a_loss_that_compares_with_rollouts_needs_their_mask(lab: wb.Workbench) 
     def mine(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return -(log_prob - rollout_log_prob).exp() * advantages
 
+    def ours(rewards: torch.Tensor, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor) -> torch.Tensor:
+        return rewards[:, None] * (old_log_prob - rollout_log_prob).exp()
+
     cut: dict[str, Any] = {"top_p": 0.9, "max_new_tokens": 4}
     with expect_error(BadInput, value=r"update_actor with loss=mine.*top_p=0\.9", remedy="keep_mask=True"):
         wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut))
-    wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut, keep_mask=True))
+    with expect_error(BadInput, value=r"compute_advantages with estimator=ours.*top_p=0\.9", remedy="keep_mask=True"):
+        wb.GRPO(lab, estimator=ours, sampling=wb.Sampling(**cut))
+    wb.GRPO(lab, loss=mine, estimator=ours, sampling=wb.Sampling(**cut, keep_mask=True))
+    wb.GRPO(lab, estimator=lambda rewards, rollout_log_prob: rewards, sampling=wb.Sampling(**cut))
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), **cut)
+    batch = lab.reward.compute_reward(lab.actor.compute_log_prob(batch))
+    with expect_error(BadInput, value="estimator=ours, which takes 'rollout_log_prob'", remedy="keep_mask=True"):
+        lab.compute_advantages(batch, estimator=ours)
 
 
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:

@@ -19,7 +19,7 @@ from workbench.stages.group import GroupOperation
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import remedy_for
 from workbench.support.validation import checked, hints_of
-from workbench.workers.user_loss import ParameterNames
+from workbench.workers.user_loss import ParameterNames, reads
 
 
 class Mark:
@@ -217,17 +217,19 @@ class Graph:
                 stage.function.check_columns(stage.arguments, have)
 
     def check_corrections(self, title: str) -> None:
-        """Raise `BadInput` if a stage corrects for the sampling distribution, or its loss reads `rollout_log_prob`, but
-        an earlier stage samples with truncation and keeps no sampling mask. title: the start of the message."""
+        """Raise `BadInput` if a stage, its loss or its estimator compares with `rollout_log_prob`, but an earlier stage
+        samples with truncation and keeps no sampling mask. title: the start of the message."""
         for stage in self.stages:
             given = stage.arguments if stage.samples else {}
             if (truncated := truncation(given)) and not keeps_mask(given):
                 for name in self.downstream(stage.name):
-                    loss = self[name].arguments.get("loss")
+                    loss, estimator = (self[name].arguments.get(argument) for argument in ("loss", "estimator"))
                     if correction := self[name].arguments.get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)
-                    if callable(loss) and "rollout_log_prob" in ParameterNames.of(loss).names:
+                    if reads(loss, "rollout_log_prob"):
                         check_untruncated(f"{title}: {name} with loss={name_of(loss)}", truncated)
+                    if reads(estimator, "old_log_prob", "rollout_log_prob"):
+                        check_untruncated(f"{title}: {name} with estimator={name_of(estimator)}", truncated)
 
     def check_open_updates(
         self, lab: Lab, what: str, made: Set[str], after: Graph, stale: Collection[str] = ()

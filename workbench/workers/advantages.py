@@ -43,11 +43,12 @@ from workbench.objectives.groups import (
 )
 from workbench.objectives.kl import KLKind
 from workbench.objectives.turns import fixed_ends, macro_gae, perplexity_ends, random_ends, turn_gae, turn_reinforce
+from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import PositiveInt
 from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_greedy
-from workbench.workers.user_loss import UserFunction
+from workbench.workers.user_loss import UserFunction, reads
 
 Estimator = Literal[
     "gae", "gae_turn", "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "remax",
@@ -148,6 +149,8 @@ class Estimation:
         if penalty_B is not None:
             rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, self.mask_BT, 0.0)
         if callable(estimator):
+            if reads(estimator, "old_log_prob", "rollout_log_prob"):
+                check_correctable(f"estimator={name_of(estimator)}, which takes 'rollout_log_prob',", self.batch)
             advantages_BT, returned_BT = estimated(
                 estimator, self.given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
             )

@@ -22,7 +22,7 @@ from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
-from workbench.workers.user_loss import ParameterNames, UserFunction, as_given, call, kind_of, selected
+from workbench.workers.user_loss import ParameterNames, UserFunction, as_given, call, kind_of, reads, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
 AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
@@ -60,7 +60,7 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 
 def reads_greedy(estimator: UserFunction | str) -> bool:
     """Return whether the estimator uses scores of greedy responses as its baseline."""
-    return "baseline_rewards" in ParameterNames.of(estimator).names if callable(estimator) else estimator == "remax"
+    return reads(estimator, "baseline_rewards") or estimator == "remax"
 
 
 def estimated(

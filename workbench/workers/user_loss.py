@@ -73,6 +73,11 @@ class ParameterNames:
         )
 
 
+def reads(function: Any, *names: str) -> bool:
+    """Return whether this is a function that has all these parameters."""
+    return callable(function) and set(names) <= {*ParameterNames.of(function).names}
+
+
 def check_function(
     argument: str, function: UserFunction, written: str, one_of: Collection[str] = (), **options: float | None
 ) -> None:
