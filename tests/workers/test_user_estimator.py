@@ -151,6 +151,34 @@ def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
         lab.compute_advantages(lab.put(table()), estimator=of_group, bootstrap=True)
 
 
+class Moving:
+    """A moving average of the rewards as the baseline; as a loss it only counts its calls."""
+
+    mean = calls = 0.0
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        self.mean += 0.1 * (float(rewards.mean()) - self.mean)
+        return rewards - self.mean
+
+    def loss(self, log_prob: Tensor) -> Tensor:
+        self.calls += 1
+        return -log_prob
+
+
+def test_an_object_that_changes_itself_is_told_that_workers_have_copies(
+    lab: wb.Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch, moving = lab.put(table()), Moving()
+    lab.compute_advantages(batch, estimator=of_group)
+    with lab.kept("actor"):
+        lab.actor.update_actor(batch, loss=lambda log_prob: -log_prob)
+        assert "changed its own fields" not in capsys.readouterr().err
+        lab.compute_advantages(batch, estimator=moving)
+        assert "estimator=Moving changed its own fields. With Ray" in capsys.readouterr().err
+        lab.actor.update_actor(batch, loss=moving.loss)
+        assert "loss=loss changed its own fields. With Ray" in capsys.readouterr().err
+
+
 def test_it_needs_no_rewards_if_it_takes_none(lab: wb.Workbench) -> None:
     def towards_reference(old_log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         return ref_log_prob - old_log_prob

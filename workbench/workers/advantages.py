@@ -48,7 +48,7 @@ from workbench.support.seeds import derive_seed
 from workbench.support.validation import PositiveInt
 from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_greedy
-from workbench.workers.user_loss import UserFunction, reads
+from workbench.workers.user_loss import UserFunction, notes_on_state, own_state, reads
 
 Estimator = Literal[
     "gae", "gae_turn", "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "remax",
@@ -151,9 +151,11 @@ class Estimation:
         if callable(estimator):
             if reads(estimator, "old_log_prob", "rollout_log_prob"):
                 check_correctable(f"estimator={name_of(estimator)}, which takes 'rollout_log_prob',", self.batch)
+            before = own_state(estimator)
             advantages_BT, returned_BT = estimated(
                 estimator, self.given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
             )
+            self.notes.extend(notes_on_state("estimator", estimator, before))
             to_go_BT = reinforce(rewards_BT, self.mask_BT, self.gamma)[1]
             both = advantages_BT, to_go_BT if returned_BT is None else returned_BT
         elif estimator in WITH_CRITIC:

@@ -256,6 +256,25 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> An
         raise StageError(f"{argument}={name_of(function)} raised {error_with_line(error)}", "", try_it) from error
 
 
+def own_state(function: Any) -> bytes:
+    """Return the fields of a callable object, or of a bound method's object, pickled; b"" for plain functions."""
+    owner = getattr(function, "__self__", function)
+    try:
+        return b"" if inspect.isroutine(owner) or isinstance(owner, type) else by_value(getattr(owner, "__dict__", {}))
+    except Exception:  # it made something that cannot be pickled, such as a client
+        return b"not known"
+
+
+def notes_on_state(argument: str, function: Any, before: bytes) -> tuple[str, ...]:
+    """Return a note for the user if calls have changed the function's `own_state` from `before`."""
+    if own_state(function) == before:
+        return ()
+    return (
+        f"{argument}={name_of(function)} changed its own fields. With Ray, workers get a new copy of it for each "
+        "stage, and the change is lost: keep such numbers in the notebook, and give them with functools.partial",
+    )
+
+
 def error_with_line(error: BaseException) -> str:
     """Describe an exception of a user's function in words, with the last line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]

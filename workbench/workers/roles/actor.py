@@ -62,6 +62,8 @@ from workbench.workers.user_loss import (
     UserFunction,
     check_asked,
     check_function,
+    notes_on_state,
+    own_state,
     stand_ins,
 )
 from workbench.workers.worker import Context
@@ -334,6 +336,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             own=OWN_METRICS,
             around_call=self.context.groups.data.all_or_none if callable(loss) else nullcontext,
         )
+        before = own_state(loss)
         if callable(loss):
             if "rollout_log_prob" in function.asked and sampling_mask is None:
                 check_correctable(f"loss={name_of(loss)}, which takes 'rollout_log_prob',", batch)
@@ -375,7 +378,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         output = self.steps(main, *terms, epochs=epochs, rate_scales=rate_scales)
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
-        norm, notes = output.metrics.get("grad_norm"), output.notes
+        norm, notes = output.metrics.get("grad_norm"), (*output.notes, *notes_on_state("loss", loss, before))
         if weights is not None and len(invalid | {*skip}) < len(batch) and isinstance(norm, Mean) and norm.value == 0:
             what = f"the gradient of each step was 0: maybe {correction} gives each token with an advantage weight 0"
             notes = (*notes, f"{what}. Only momentum and weight decay change weights")

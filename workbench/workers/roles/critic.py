@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,15 @@ from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
 from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, mean_of
-from workbench.workers.user_loss import ParameterNames, TokenFunction, check_asked, check_function, reported
+from workbench.workers.user_loss import (
+    ParameterNames,
+    TokenFunction,
+    check_asked,
+    check_function,
+    notes_on_state,
+    own_state,
+    reported,
+)
 from workbench.workers.worker import Context
 
 CLIP = 0.2
@@ -117,6 +126,7 @@ class CriticWorker(TrainedWorker):
             loss_BR, clipped_BR = value_loss(values, old_values, returns, clip=clip)
             return loss_BR, {"value_clip_fraction": clipped_BR.float()}
 
+        before = own_state(loss)
         around_call = self.context.groups.data.all_or_none if loss is not None else nullcontext
         function = TokenFunction(
             function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS, around_call=around_call
@@ -142,7 +152,8 @@ class CriticWorker(TrainedWorker):
             shard=batch, inputs=lambda micro: micro.inputs, loss=token_loss, aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )  # fmt: skip
-        return self.steps(term, epochs=epochs)
+        output = self.steps(term, epochs=epochs)
+        return replace(output, notes=(*output.notes, *notes_on_state("loss", loss, before)))
 
 
 class CostCriticWorker(CriticWorker):
