@@ -102,6 +102,20 @@ def engine(shared_engine, model):
     return shared_engine
 
 
+@pytest.mark.parametrize(
+    ("sampling", "value"),
+    [
+        (Sampling(logit_bias=dict.fromkeys(range(2, 1027), -1.0)), "logit_bias of 1,025 tokens"),
+        (Sampling(min_new_tokens=1, stop_token_ids=tuple(range(2, 131))), "min_new_tokens with stop_token_ids of 1"),
+    ],
+)
+def test_more_tokens_than_a_gpus_sampler_takes_are_refused_before_a_step(engine, sampling, value, monkeypatch):
+    monkeypatch.setattr(engine, "_vocab_size", 2000)
+    monkeypatch.setattr(engine, "_on_cpu", False)
+    with expect_error(BadInput, value=value, rule="on a GPU, vLLM takes at most", remedy="transformers"):
+        engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
+
+
 @pytest.mark.parametrize("case", cases.EVERY)
 def test_what_every_engine_does_and_the_process_around_it(case, engine, model, tokenizer):
     before = process_state()

@@ -166,6 +166,23 @@ def _abort(engine: Any) -> None:
         core.step_fn()
 
 
+def _check_limits(sampling: Sampling, end_ids: frozenset[int]) -> None:
+    """Raise `BadInput` for more tokens than vLLM's sampler on a GPU takes: it would raise in the middle of a step."""
+    from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_LOGIT_BIAS_TOKENS, MAX_NUM_STOP_TOKEN_IDS
+
+    ends = len(end_ids) if sampling.min_new_tokens else 0
+    for what, count, most in (
+        ("logit_bias", len(sampling.logit_bias or ()), MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("min_new_tokens with stop_token_ids", ends, MAX_NUM_STOP_TOKEN_IDS),
+    ):
+        if count > most:
+            raise BadInput(
+                f"Sampling.{what} of {count:,} tokens",
+                f"on a GPU, vLLM takes at most {most:,}",
+                "name fewer tokens, or use Generation(engine='transformers')",
+            )
+
+
 def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int, vocabulary: int) -> Any:
     """Return vLLM's parameters for a row that may have `room` tokens."""
     from vllm import SamplingParams
@@ -274,6 +291,8 @@ class VllmEngine(GenerationEngine):
         )
 
     def _decoding(self, sampling: Sampling, ends: Endings, keep_cache: bool) -> AbstractContextManager[Decoding]:
+        if not self._on_cpu:
+            _check_limits(sampling, ends.token_ids)
         self._wake("kv_cache")
         return VllmDecoding(
             self._engine,
