@@ -186,6 +186,23 @@ def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> 
         described(wb.Placement.colocate(devices=4), None)
 
 
+def test_roles_take_turns_only_in_whole_gpus_where_vllm_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description_module, "device_count", lambda device: 1)
+
+    def described(engine: Any, devices: int | None) -> Description:
+        return Description.of(
+            "one", models={"actor": TINY, "reference": TINY}, device="cuda", address=None, prompts="arithmetic",
+            placement=wb.Placement.standalone(actor=1, reference=1) if devices else None, training=None,
+            generation=wb.Generation(engine=engine), devices=devices, seed=0, dtype=None, backend="ray",
+            share_memory=True,
+        )  # fmt: skip
+
+    assert described("transformers", 2).gpus == 0.5
+    assert described("vllm", None).takes_turns
+    with expect_error(BadInput, value="each device is 0.5 of a GPU", rule="sleeping vLLM", remedy="leave devices= out"):
+        described("vllm", 2)
+
+
 def test_shares_fill_what_the_cluster_has() -> None:
     """Added up as floats, 3 x 0.2 is more than 0.6."""
     backend: Any = object.__new__(RayBackend)

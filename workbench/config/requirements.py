@@ -57,6 +57,13 @@ def check(description: Description) -> None:
             "leave devices= out if this machine has enough GPUs, give the pool one device, or join a cluster with "
             "address=",
         )
+    in_vllm = description.generation is not None and description.generation.engine == "vllm"
+    if 0 < description.gpus < 1 and description.takes_turns and in_vllm:
+        raise BadInput(
+            f"share_memory={description.share_memory!r} where each device is {description.gpus:g} of a GPU",
+            "torch counts the memory of a sleeping vLLM as part of the share, and gives it to no other role",
+            "leave devices= out, so that a device is a whole GPU, or leave share_memory out",
+        )
     if description.backend == "inline" and description.placement.devices != 1:
         raise BadInput(
             f"a placement of {description.placement.devices} devices with backend='inline'",
