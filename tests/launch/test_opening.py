@@ -203,6 +203,27 @@ def test_roles_take_turns_only_in_whole_gpus_where_vllm_sleeps(monkeypatch: pyte
         described("vllm", 2)
 
 
+def test_a_judge_on_a_gpu_has_a_cache_of_a_known_size_and_others_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would measure what is free, and raise if another process of the GPU frees memory meanwhile."""
+    monkeypatch.setattr(description_module, "device_count", lambda device: 1)
+    judge = wb.Judge(TINY, rubric="{response}", parse=len)
+
+    def described(reward: Any) -> Description:
+        return Description.of(
+            "one", models={"actor": TINY, "critic": TINY, "reward": reward}, device="cuda", address=None, devices=2,
+            placement=wb.Placement.of({"play": (1, ["actor"]), "judge": (1, ["critic", "reward"])}),
+            prompts="arithmetic", training=None, generation=wb.Generation(engine="vllm", max_model_tokens=128), seed=0,
+            dtype=None, backend="ray",
+        )  # fmt: skip
+
+    rooms = described(judge).rooms()
+    assert rooms["reward"].cache_bytes(40 * 2**30) == rooms["actor"].useful_cache
+    alone = described(vowels).rooms()
+    assert "reward" not in alone
+    with_judge, without = (found["critic"].pass_bytes(40 * 2**30) for found in (rooms, alone))
+    assert without - with_judge == rooms["reward"].weights + rooms["reward"].useful_cache
+
+
 def test_shares_fill_what_the_cluster_has() -> None:
     """Added up as floats, 3 x 0.2 is more than 0.6."""
     backend: Any = object.__new__(RayBackend)

@@ -287,10 +287,16 @@ class Description:
         model's weights is not known."""
         if self.device == "cpu":
             return {}
+        models = self.role_models()
+        for role, model in self.models.items():
+            if model.judge is not None and model.generation is not None:
+                assert model.dtype is not None
+                models[role] = RoleModel(
+                    config=load_config(model.judge.model), head="lm", dtype=model.dtype, training=Training(),
+                    trained=False, generation=model.generation, samples_only=True,
+                )  # fmt: skip
         try:
-            return rooms(
-                self.placement, self.role_models(), device_numbers(self.placement), take_turns=self.takes_turns
-            )
+            return rooms(self.placement, models, device_numbers(self.placement), take_turns=self.takes_turns)
         except BadInput:  # a model whose configuration does not tell its weights
             return {}
 

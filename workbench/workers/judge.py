@@ -32,6 +32,7 @@ class JudgeEngine:
         self.generator = make_generation_engine(
             spec.judge.model, spec.generation, tokenizer=self._tokenizer, trainer=None,
             dtype=getattr(torch, spec.dtype), device=context.device, threads=context.host.threads,
+            cache_bytes=context.cache_bytes,
         )  # fmt: skip
 
     @property
