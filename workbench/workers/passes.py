@@ -286,7 +286,7 @@ class PassWorker(Worker):
 class TokenBudget:
     """The largest number of tokens in a micro-batch, for all operations of a role.
 
-    given: `Training.micro_batch_tokens`. If it is None on a GPU, two small passes (forward, and backward if the role is
+    given: `Training.micro_batch_tokens`. If it is None on a GPU, small passes (forward, and backward if the role is
     trained) measure the bytes per token, by which the memory that the placement leaves is divided. So the same
     placement on the same device gives the same budget on every run. All ranks of the pool first read the budget at the
     same time, and use the smallest result.
@@ -332,6 +332,7 @@ class TokenBudget:
         self._engine.load("parameters")
         small, large = TRIAL_TOKENS
         try:
+            self._trial(small)  # libraries allocate their workspaces, which stay
             first, second = (
                 peak_bytes(partial(self._trial, tokens), self._context.recorder) for tokens in TRIAL_TOKENS
             )
