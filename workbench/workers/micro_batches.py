@@ -240,21 +240,24 @@ def _build(
 class Scatter:
     """Collects the numbers of micro-batches into one ragged column in the shard's row order.
 
-    width: how many numbers per token; None: one, and the column's values are [tokens].
+    width: how many numbers per token; None: one, and the column's values are [tokens]. Numbers stay on their device
+    until `column` reads them, so that the host queues the next pass while a GPU computes.
     """
 
     def __init__(self, like: Ragged, width: int | None = None) -> None:
-        self._like = like
-        self._values = torch.zeros(len(like.values)) if width is None else torch.zeros(len(like.values), width)
-        self._starts = torch.cumsum(like.lengths, 0) - like.lengths
+        self._like, self._shape = like, (len(like.values), *(() if width is None else (width,)))
+        self._found: list[tuple[MicroBatch, Tensor]] = []
 
     def put(self, batch: MicroBatch, values_N: Tensor) -> None:
         if batch.weight:
-            rows = torch.tensor(batch.index)[batch.response_rows.cpu()]
-            self._values[self._starts[rows] + batch.response_times.cpu()] = values_N.detach().cpu().float()
+            self._found.append((batch, values_N.detach()))
 
     def column(self) -> Ragged:
-        return self._like.like(self._values)
+        values, starts = torch.zeros(self._shape), torch.cumsum(self._like.lengths, 0) - self._like.lengths
+        for batch, values_N in self._found:
+            rows = torch.tensor(batch.index)[batch.response_rows.cpu()]
+            values[starts[rows] + batch.response_times.cpu()] = values_N.float().cpu()
+        return self._like.like(values)
 
 
 def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
