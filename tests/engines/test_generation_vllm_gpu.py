@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engines import generation_cases as cases
+from tests.engines.test_generation_families import saved
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, resolve
@@ -44,6 +46,24 @@ def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
             assert engine.memory_bytes() == held
     finally:
         engine.sleep()  # closed asleep, it leaves the device to the next one
+        engine.close()
+
+
+def test_a_family_that_vllm_runs_by_transformers_class_is_not_compiled(tmp_path: Path) -> None:
+    from vllm.config import CompilationMode
+
+    folder = saved(tmp_path / "starcoder2", "starcoder2", sliding_window=8)
+    settings = Generation(max_model_tokens=64, gpu_memory_fraction=cases.GPU_FRACTION)
+    engine = VllmEngine(folder, settings, dtype=torch.bfloat16, device=torch.device("cuda"))
+    try:
+        config = engine._engine.vllm_config.compilation_config
+        assert config.mode == CompilationMode.NONE
+        assert "all" in config.custom_ops
+        assert config.cudagraph_mode.has_full_cudagraphs()
+        ids = [1, *range(40, 60)]
+        expected = cases.scored(load_causal_lm(folder), ids)
+        assert (engine.log_probs(ids) - expected).abs().mean() < 0.05
+    finally:
         engine.close()
 
 

@@ -210,6 +210,7 @@ def start_engine(
     with span("import", note="importing vLLM"):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from vllm import EngineArgs, LLMEngine
+        from vllm.config import CompilationMode
         from vllm.distributed import parallel_state
         from vllm.usage.usage_lib import UsageContext
 
@@ -258,6 +259,9 @@ def start_engine(
     )
     with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu), transformers_kept(), experts_left():
         try:
+            if not on_cpu and arguments.create_model_config().using_transformers_backend():
+                # `transformers_kept` leaves it uncompiled: vLLM then needs its own kernels, such as that of norms
+                cast(Any, arguments.compilation_config).mode = CompilationMode.NONE
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
             with default_group_spared():
