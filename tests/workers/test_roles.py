@@ -12,6 +12,7 @@ from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
+from workbench.workers.model_worker import random_kept, random_state
 
 
 def length(prompt: str, response: str, **row: str) -> float:
@@ -90,3 +91,17 @@ def test_topology_says_how_sequences_run(tmp_path: Path) -> None:
         said = lab.topology().set_index("role")["sequences"]
     assert said[["actor", "critic", "reference"]].tolist() == ["packed"] * 3
     assert said.isna()["reward"]  # a function
+
+
+def test_a_process_that_uses_no_gpu_leaves_the_machines_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their generators' states cannot be read without starting CUDA, which fails if others hold the GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if torch.cuda.is_initialized():
+        pytest.skip("an earlier test has started CUDA")
+    before, state = torch.get_rng_state(), random_state()
+    assert not any(name.startswith("cuda") for name in state)
+    with random_kept():
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.cuda.is_initialized()

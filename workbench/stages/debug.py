@@ -27,7 +27,7 @@ from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
 from workbench.support.calls.sessions import in_place
 from workbench.workers.host import Host
-from workbench.workers.model_worker import set_random_state
+from workbench.workers.model_worker import random_kept, set_random_state
 from workbench.workers.role_state import RankState, RoleMove
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -171,7 +171,7 @@ def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
     backend = runner.hosts.backend
     assert isinstance(backend, InlineBackend)
     roles = [call.role] if call.role in runner.groups.by_role else []
-    with torch.random.fork_rng(), runner.snapshots.kept(*roles):
+    with random_kept(), runner.snapshots.kept(*roles):
         yield backend.host(runner.hosts.infos[0].name)
 
 
@@ -204,7 +204,7 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
     description = runner.hosts.description
     lead = description.models[description.lead]
     backend = _KernelBackend(runner.hosts.backend)
-    with torch.random.fork_rng():
+    with random_kept():
         backend.start([info])
         try:
             join_pools(backend, [info], lambda text: None)

@@ -36,7 +36,7 @@ from workbench.support.machine import (
 from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
 from workbench.workers.hints import memory_remedy, require_finite
-from workbench.workers.model_worker import set_random_state
+from workbench.workers.model_worker import random_kept, set_random_state
 from workbench.workers.patching import Models, Patch, Patched
 from workbench.workers.role_state import (
     RankState,
@@ -139,7 +139,7 @@ class Host(Shards):
             with self._labels():
                 self._device.clear_for(role)
             # loading beside live roles leaves the random generators as they were
-            with torch.random.fork_rng(enabled=replaces), self._labels(role=role), self.recorder.span("build"):
+            with random_kept(replaces), self._labels(role=role), self.recorder.span("build"):
                 (self._incoming if replaces else self.workers)[role] = worker_class(spec, context)
             self._load_s[role] = time.monotonic() - began
         finally:
@@ -325,7 +325,7 @@ class Host(Shards):
 
     def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
         """Restore a role's state from files; see `role_state.read_role`."""
-        with self._while_computing(), torch.random.fork_rng():
+        with self._while_computing(), random_kept():
             self._device.turn_to(files.role)
             read_role(self.workers[files.role], files, parts, rank, state)
 
@@ -346,11 +346,11 @@ class Host(Shards):
                 del worker
             _return_memory()
             for role, spec in dict(engines).items():
-                with torch.random.fork_rng():
+                with random_kept():
                     self.workers[role].change(spec)
             for role in opened:
                 worker = self._incoming.pop(role)
-                with torch.random.fork_rng():
+                with random_kept():
                     worker.begin()
                 self.workers[role] = worker
 

@@ -7,6 +7,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -205,7 +206,7 @@ def random_state() -> dict[str, Tensor]:
     legacy: Any = np.random.get_state()  # noqa: NPY002 (users call these functions)
     _, numpy, position, has_gauss, numpy_gauss = legacy
     gauss = [torch.nan if python_gauss is None else python_gauss, numpy_gauss]
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": torch.tensor(python),
         "numpy": torch.tensor([*numpy.tolist(), position, has_gauss]),
@@ -213,6 +214,13 @@ def random_state() -> dict[str, Tensor]:
         "cpu": torch.get_rng_state(),
         **{f"cuda:{n}": state for n, state in enumerate(gpus)},
     }
+
+
+def random_kept(enabled: bool = True) -> AbstractContextManager[None]:
+    """Restore torch's random generators at the end of the block; those of GPUs only if this process uses them, because
+    reading them would start CUDA."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(gpus, enabled)
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
