@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,28 @@ def test_a_family_that_vllm_runs_by_transformers_class_is_not_compiled(tmp_path:
         assert (engine.log_probs(ids) - expected).abs().mean() < 0.05
     finally:
         engine.close()
+
+
+def test_steps_run_on_the_stream_for_which_vllm_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM asks for a stream while it starts, as the communicator of a tensor group does."""
+    from vllm.utils.torch_utils import current_stream
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load, found = Worker.load_model, []
+    monkeypatch.setattr(Worker, "load_model", lambda worker, **options: (current_stream(), load(worker, **options))[1])
+
+    def run() -> None:
+        settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=cases.GPU_FRACTION)
+        engine = VllmEngine(resolve(NAME), settings, dtype=torch.float32, device=torch.device("cuda"))
+        try:
+            found.append(engine._runner.main_stream == torch.cuda.current_stream())
+        finally:
+            engine.close()
+
+    thread = threading.Thread(target=run)  # vLLM remembers a stream for each thread
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 @pytest.fixture(scope="module")

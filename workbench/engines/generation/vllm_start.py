@@ -257,7 +257,10 @@ def start_engine(
         **({} if on_cpu else graph_arguments(rows)),
         **({} if lora is None else start_arguments(lora)),
     )
-    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu), transformers_kept(), experts_left():
+    with (
+        stream_kept(on_cpu), private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu),
+        transformers_kept(), experts_left(),
+    ):  # fmt: skip
         try:
             if not on_cpu and arguments.create_model_config().using_transformers_backend():
                 # `transformers_kept` leaves it uncompiled: vLLM then needs its own kernels, such as that of norms
@@ -301,7 +304,6 @@ def process_kept(device: torch.device) -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            stream_kept(device.type == "cpu"),
             quiet_transformers(),
             warnings.catch_warnings(),
         ):
@@ -324,7 +326,11 @@ def process_kept(device: torch.device) -> Iterator[None]:
 
 
 def stream_kept(on_cpu: bool) -> AbstractContextManager[Any]:
-    """Keep the thread's CUDA stream: for a tensor group vLLM sets another, for which the trainer's do not wait."""
+    """Have vLLM, once it is imported, compute on the thread's CUDA stream, for which the trainer's streams wait.
+
+    Where no stream has been set since its import, vLLM makes one for a tensor group, or for experts beside shared ones,
+    and remembers it: it would read each step's tokens when that stream is idle, while the step runs on another.
+    """
     return nullcontext() if on_cpu else torch.cuda.stream(torch.cuda.current_stream())
 
 
