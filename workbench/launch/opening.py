@@ -177,7 +177,8 @@ def open(
         optimizer states of other roles go to host memory, and those of its role come back, optimizers only for
         updates; vLLM's weights and key-value cache are freed while another stage computes. Results stay the same to
         the last bit; a sync is due whenever vLLM has slept. Spans "offload" and "load" show the cost, `lab.topology()`
-        where the bytes are. On a CPU, which has one memory, nothing moves; "always" moves even there, to try it out.
+        where the bytes are. With vLLM each device must be a whole GPU. On a CPU, which has one memory, nothing moves;
+        "always" moves even there, to try it out.
     if_exists: what to do when a workbench of that name lives. "attach": attach to it if it was opened with the same
         description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
         is the default in a script that `wb.script` runs.
