@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,26 +69,33 @@ def test_a_family_that_vllm_runs_by_transformers_class_is_not_compiled(tmp_path:
         engine.close()
 
 
-def test_steps_run_on_the_stream_for_which_vllm_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where vLLM asks for a stream while it starts, as the communicator of a tensor group does."""
+ASKING_FOR_A_STREAM = f"""
+import torch
+from workbench.engines.generation import vllm_engine, vllm_start
+from workbench.models import resolve
+from workbench.settings.engines import Generation
+
+kept = vllm_start.transformers_kept
+
+def asking():
     from vllm.utils.torch_utils import current_stream
-    from vllm.v1.worker.gpu_worker import Worker
+    current_stream()
+    return kept()
 
-    load, found = Worker.load_model, []
-    monkeypatch.setattr(Worker, "load_model", lambda worker, **options: (current_stream(), load(worker, **options))[1])
+vllm_start.transformers_kept = asking
+settings = Generation(max_model_tokens=64, gpu_memory_fraction={cases.GPU_FRACTION})
+engine = vllm_engine.VllmEngine(resolve("{NAME}"), settings, dtype=torch.bfloat16, device=torch.device("cuda"))
+same = engine._runner.main_stream == torch.cuda.current_stream()
+engine.close()
+assert same
+"""
 
-    def run() -> None:
-        settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=cases.GPU_FRACTION)
-        engine = VllmEngine(resolve(NAME), settings, dtype=torch.float32, device=torch.device("cuda"))
-        try:
-            found.append(engine._runner.main_stream == torch.cuda.current_stream())
-        finally:
-            engine.close()
 
-    thread = threading.Thread(target=run)  # vLLM remembers a stream for each thread
-    thread.start()
-    thread.join()
-    assert found == [True]
+def test_steps_run_on_the_stream_for_which_vllm_waits() -> None:
+    """Also where vLLM asks for a stream while it starts, as the communicator of a tensor group does. In a process of
+    its own: the first engine of a process imports vLLM, which from then on sees which streams are set."""
+    done = subprocess.run([sys.executable, "-c", ASKING_FOR_A_STREAM], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
