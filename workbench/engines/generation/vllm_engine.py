@@ -32,6 +32,7 @@ from workbench.engines.generation.base import (
     end_token_ids,
 )
 from workbench.engines.generation.vllm_start import (
+    OF_PEFT,
     computing_threads,
     default_group_spared,
     exact_products,
@@ -339,8 +340,11 @@ class VllmEngine(GenerationEngine):
             nonlocal taken
             for name, weight in named_weights:
                 taken += weight.numel() * self._dtype.itemsize
-                part = {name: weight.detach()}
-                yield from (part if self._lora else self._file_weights.of(part)).items()
+                own = name.removeprefix(OF_PEFT)
+                part = {own: weight.detach()}
+                if self._lora is None or self._file_weights.is_part:
+                    part = self._file_weights.of(part)
+                yield from ((name.replace(own, key), tensor) for key, tensor in part.items())
 
         self.weights_version = -1  # until every weight is there
         self._wake("weights")

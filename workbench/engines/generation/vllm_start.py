@@ -45,6 +45,7 @@ from workbench.support.replaced import replaced
 from workbench.telemetry import span
 
 NUMBER = 1  # vLLM's number of the one adapter
+OF_PEFT = "base_model.model."  # what peft writes before the names of layers
 
 
 def takes_adapter(config: Any, lora: LoRA) -> bool:
@@ -53,10 +54,7 @@ def takes_adapter(config: Any, lora: LoRA) -> bool:
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     found = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
-    whole = config.get_text_config() is config  # vLLM names the layers of a model that takes images otherwise
-    return (
-        whole and bool(found) and lora.rank <= max(get_args(MaxLoRARanks)) and supports_lora(found[0].load_model_cls())
-    )
+    return bool(found) and lora.rank <= max(get_args(MaxLoRARanks)) and supports_lora(found[0].load_model_cls())
 
 
 def start_arguments(lora: LoRA) -> dict[str, Any]:
@@ -118,8 +116,8 @@ def held_adapter(runner: Any, lora: LoRA) -> Iterator[tuple[str, Tensor]]:
             continue
         for i, part in enumerate(manager.packed_modules.get(name) or [name]):
             a, b = module.lora_a_stacked[i][slot, 0], module.lora_b_stacked[i][slot, 0]
-            yield f"base_model.model.{part}.lora_A.weight", a[: lora.rank]
-            yield f"base_model.model.{part}.lora_B.weight", b[:, : lora.rank]
+            yield f"{OF_PEFT}{part}.lora_A.weight", a[: lora.rank]
+            yield f"{OF_PEFT}{part}.lora_B.weight", b[:, : lora.rank]
 
 
 def _manager(runner: Any) -> Any:
