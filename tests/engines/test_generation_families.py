@@ -68,6 +68,7 @@ def test_the_trainer_agrees_and_its_class_stays(family: str, more: dict[str, Any
     folder = saved(tmp_path / family, family, **more)
     engine = VllmEngine(folder, SETTINGS, dtype=torch.float32, device=CPU, threads=1)
     try:
+        assert engine._sleep_level == 2
         model = load_causal_lm(folder)  # made after vLLM has started, from transformers' class
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -77,6 +78,18 @@ def test_the_trainer_agrees_and_its_class_stays(family: str, more: dict[str, Any
         for prompt, response, log_probs in zip(prompts, rollout.response_ids, rollout.log_probs, strict=True):
             expected = scored(model, prompt + response)[len(prompt) - 1 :]
             torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=0, atol=1e-4)
+    finally:
+        engine.close()
+
+
+def test_slopes_of_attention_survive_a_sleep(tmp_path: Path) -> None:
+    """vLLM's deep sleep saves buffers alone, and a sync brings weights alone."""
+    engine = VllmEngine(saved(tmp_path / "bloom", "bloom"), SETTINGS, dtype=torch.float32, device=CPU, threads=1)
+    try:
+        (attention,) = engine._engine.apply_model(lambda model: model.transformer.h[0].self_attention.attn)
+        (buffers,) = engine._engine.apply_model(lambda model: {buffer.data_ptr() for buffer in model.buffers()})
+        assert attention.impl.alibi_slopes.data_ptr() not in buffers
+        assert engine._sleep_level == 1
     finally:
         engine.close()
 

@@ -283,6 +283,8 @@ class VllmEngine(GenerationEngine):
             self._engine: Any = start_engine(
                 Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes, lora=self._lora
             )
+        # level 1 copies the weights to host memory: no sync brings those beside an adapter again, or attention's slopes
+        self._sleep_level = 1 if lora is not None or self._engine.apply_model(_has_slopes)[0] else 2
         self._dtype, self._folder = dtype, Path(model_path)
         self._copies: WeightCopies | None = None
         self._may_copy = (
@@ -432,8 +434,7 @@ class VllmEngine(GenerationEngine):
                 return 0
         freed = sum(self.memory_bytes().values())
         with span("offload", bytes=freed, note="generation weights, generation kv_cache, freed"):
-            # level 1 copies the weights to host memory: no sync brings those beside an adapter again
-            self._engine.sleep(level=2 if self._lora is None else 1)
+            self._engine.sleep(level=self._sleep_level)
         self._asleep, self.weights_version = {"weights", "kv_cache"}, -1
         return freed
 
@@ -509,6 +510,11 @@ def _refresh_tied_head(model: nn.Module) -> None:
         tied = any(other is not head and other.weight is head.weight for other in layers)
         if isinstance(head, ParallelLMHead) and tied:
             head.quant_method.process_weights_after_loading(head)
+
+
+def _has_slopes(model: nn.Module) -> bool:
+    """Return whether attention is biased by distances (ALiBi): its slopes are tensors, but no buffers."""
+    return any(getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None for layer in model.modules())
 
 
 def _readable(model: nn.Module) -> dict[str, Tensor]:
