@@ -59,7 +59,7 @@ NEMOTRON = {
     "layers_block_type": ["linear_attention", "full_attention"], "ssm_state_size": 16, "mamba_num_heads": 8,
     "mamba_head_dim": 32, "n_groups": 2, "head_dim": 32, "chunk_size": 16, "time_step_min": 0.5,
 }  # fmt: skip
-FAMILIES = {"falcon_h1": MAMBA, "starcoder2": {"sliding_window": 8}, "lfm2": LFM2, "nemotron_h": NEMOTRON}
+FAMILIES = {"falcon_h1": MAMBA, "starcoder2": {"sliding_window": 8}, "lfm2": LFM2, "nemotron_h": NEMOTRON, "gpt2": {}}
 
 
 @pytest.mark.parametrize(("family", "more"), FAMILIES.items())

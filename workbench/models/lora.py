@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # peft's name of a model's only adapter
 # Families whose kernels read out_proj's weight beside the layer, so that an adapter would not count. peft refuses most.
 OF_MAMBA = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2")
+WITHOUT = ("shared_expert_gate",)  # Qwen's gate of shared experts, which vLLM computes without an adapter
 
 
 LayerNames = Annotated[
@@ -38,7 +39,7 @@ class LoRA:
 
     rank: the rank of each weight's change. alpha: the change is scaled by alpha / rank. targets: the last parts of the
     names of the linear layers to adapt, such as ("q_proj", "v_proj"); None: all except the output
-    head, layers with a number for a name and, in Mamba families, out_proj.
+    head, layers with a number for a name, shared_expert_gate and, in Mamba families, out_proj.
     """
 
     rank: PositiveInt = 16
@@ -123,7 +124,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     head, found = model.get_output_embeddings(), dict[str, tuple[int, int]]()
     for name, part in model.named_modules():
         last = name.rpartition(".")[2]
-        refused = last.isdigit() or (model.config.model_type in OF_MAMBA and last == "out_proj")
+        refused = last.isdigit() or last in WITHOUT or (model.config.model_type in OF_MAMBA and last == "out_proj")
         if isinstance(part, nn.Linear | Conv1D) and part is not head and not refused:
             shape = part.weight.shape[::-1] if isinstance(part, Conv1D) else part.weight.shape
             found[name] = (shape[0], shape[1])

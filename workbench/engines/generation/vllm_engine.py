@@ -386,7 +386,7 @@ class VllmEngine(GenerationEngine):
             raise
         finally:
             logger.setLevel(level)
-        if any("embed" in name for name in given):
+        if any("embed" in name or "wte" in name for name in given):  # GPT-2 calls them wte
             self._engine.apply_model(_refresh_tied_head)
         if self._may_copy:
             self._may_copy = False

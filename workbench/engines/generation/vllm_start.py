@@ -67,8 +67,8 @@ def start_arguments(lora: LoRA) -> dict[str, Any]:
 
 @contextmanager
 def experts_left() -> Iterator[None]:
-    """Inside the block, vLLM builds experts without room for an adapter, which they never have here: with it they are
-    slower, and need Triton."""
+    """Inside the block, vLLM builds experts without room for an adapter: with it they are slower, and need Triton.
+    `give_adapter` refuses an adapter of experts."""
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import layer
 
@@ -86,7 +86,7 @@ def experts_left() -> Iterator[None]:
 
 def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: torch.dtype) -> Any:
     """Replace the engine's adapter; return vLLM's request with which a row is computed with it. tensors: whole, by
-    peft's names; B is already scaled by alpha / rank."""
+    peft's names; B is already scaled by alpha / rank. Raises `BadInput` for a layer that vLLM computes without it."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
@@ -101,6 +101,15 @@ def give_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: LoRA, dtype: 
         dtype=dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
+    adapted = {part for name in manager.modules for part in manager.packed_modules.get(name) or [name]}
+    there = {name for name, _ in manager.model.named_modules()}  # without a part for images
+    if left := sorted(name for name in adapter.loras.keys() & there if name not in adapted):
+        taken = sorted({name.rpartition(".")[2] for name in adapter.loras.keys() & adapted})
+        raise BadInput(
+            f"{lora} of layer {left[0].rpartition('.')[2]!r} with Generation(engine='vllm')",
+            "vLLM computes this layer without adapter",
+            f"name other layers: LoRA(targets={tuple(taken)!r})",
+        )
     manager.remove_adapter(NUMBER)
     manager.add_adapter(adapter)
     manager.activate_adapter(NUMBER)
